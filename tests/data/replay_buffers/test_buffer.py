@@ -1,23 +1,37 @@
+"""Buffers: documented forms, transforms, no aliasing, exact counters, prefetching, whatever their parts are."""
+
 import threading
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
+from torch._dynamo.testing import CompileCounter
 
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
+    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedReplayBuffer,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
+    RemoteTensorDictReplayBuffer,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
     SamplerWithoutReplacement,
-    TensorDictRoundRobinWriter,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
 )
 from llmrl.data.replay_buffers.directory import current_directory
-from llmrl.errors import CheckpointError, DataError, DeadlineError
+from llmrl.errors import CheckpointError, DataError, DeadlineError, UnsupportedError
 from tests.support.buffers import holding, rows
 from tests.support.refusals import refusals
 
@@ -60,25 +74,6 @@ def test_next_returns_none_once_at_the_end_of_each_pass():
     buffer = holding(rows(1, 2, 3), sampler=SamplerWithoutReplacement(), batch_size=2)
     sizes = [None if (batch := buffer.next()) is None else len(batch) for _ in range(6)]
     assert sizes == [2, 1, None, 2, 1, None]
-
-
-def test_rows_are_read_by_position_and_entries_by_key():
-    buffer = holding(rows(*range(5)), transform=lambda td: td.set("a", td["a"] * 10))
-    assert (buffer[-1]["a"], buffer[1:3]["a"].tolist(), buffer[::-2]["a"].tolist()) == (40, [10, 20], [40, 20, 0])
-    assert buffer["a"].tolist() == buffer[:]["a"].tolist() == [0, 10, 20, 30, 40]
-    with pytest.raises(IndexError):
-        buffer[5]
-
-
-def test_setting_rows_leaves_length_and_cursor():
-    buffer = holding(rows(*range(5)))
-    buffer[1:3] = rows(-1, -2)
-    buffer[[4]] = rows(-4)
-    assert buffer["a"].tolist() == [0, -1, -2, 3, -4]
-    assert (len(buffer), buffer.writer.cursor, buffer.write_count) == (5, 5, 5)
-    assert "5 rows" in repr(buffer)
-    with pytest.raises(DataError, match="1 rows for 2 positions"):
-        buffer[1:3] = rows(7)
 
 
 def test_transforms_invert_on_writes_and_run_on_reads_and_never_touch_what_they_are_given():
@@ -129,12 +124,6 @@ def test_writes_run_the_last_transform_first_and_invert_swaps_directions():
     assert log == ["a read", "b read", "c write"]
 
 
-def test_a_module_is_put_in_eval_mode():
-    module = torch.nn.Dropout(0.9)
-    buffer = holding(torch.ones(5), transform=module)
-    assert buffer[:].tolist() == [1.0] * 5
-
-
 def test_lists_are_stacked_lazily_only_where_shapes_differ():
     buffer = holding([TensorDict(a=torch.zeros(2)), TensorDict(a=torch.ones(2))], ListStorage(10))
     assert type(buffer[:]) is TensorDict
@@ -154,6 +143,10 @@ test_arguments_that_make_no_buffer_are_refused = refusals(
     (TypeError, "callable", lambda: ReplayBuffer(transform=3)),
     (ValueError, "at least 1", lambda: ReplayBuffer(batch_size=0)),
     (TypeError, "priority_key", lambda: ReplayBuffer(priority_key="x")),
+    (ValueError, "shared", lambda: ReplayBuffer(prefetch=1, batch_size=1, shared=True)),
+    (UnsupportedError, "consolidated", lambda: LazyTensorStorage(3, consolidated=True)),
+    (UnsupportedError, "attached", lambda: LazyTensorStorage(3, consolidated=False).attach(ReplayBuffer())),
+    *([] if torch.accelerator.is_available() else [(ValueError, "pin_memory", lambda: ReplayBuffer(pin_memory=True))]),
 )
 
 
@@ -171,27 +164,6 @@ def test_sampling_without_rows_or_size_is_refused():
             sized.sample(size)
     with pytest.warns(UserWarning, match="overrules"):
         assert len(sized.sample(3)) == 3
-
-
-def test_parts_are_replaced_and_returned():
-    buffer = ReplayBuffer()
-    storage, sampler, writer = buffer.storage, buffer.sampler, buffer.writer
-    assert isinstance(storage, ListStorage)
-    assert storage.max_size == 1000
-    assert buffer.set_storage(LazyTensorStorage(5)) is storage
-    assert buffer.set_sampler(SamplerWithoutReplacement()) is sampler
-    assert buffer.set_writer(RoundRobinWriter()) is writer
-    assert (buffer.extend(rows(1, 2)).tolist(), len(buffer.storage)) == ([0, 1], 2)
-
-
-def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictRoundRobinWriter)
-    given = rows(1, 2)
-    buffer.extend(given)
-    buffer.add(rows(3)[0])
-    buffer.extend(rows(4))
-    assert (buffer["index"].tolist(), buffer["a"].tolist()) == ([0, 1, 2], [4, 2, 3])
-    assert "index" not in given
 
 
 def seeded(seed: int = 0) -> ReplayBuffer:
@@ -213,20 +185,6 @@ def test_a_dump_has_a_folder_per_part_and_the_state_of_the_transforms(tmp_path):
     assert torch.equal(buffer["a"], other["a"])
     with pytest.raises(CheckpointError, match=r"none.*check the path"):
         other.loads(tmp_path / "nothing")
-
-
-def test_a_state_shares_no_memory_with_the_buffers():
-    buffer = seeded()
-    buffer.extend(rows(1, 2))
-    state = buffer.state_dict()
-    other = seeded()
-    other.load_state_dict(state)
-    buffer[0] = rows(50)[0]
-    assert other["a"].tolist() == [3, 5]
-    other[1] = rows(50)[0]
-    third = seeded()
-    third.load_state_dict(state)
-    assert third["a"].tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("room", [0, 100, 500, 1000, 1500])  # for the rows, the states, the manifest
@@ -338,3 +296,128 @@ def test_an_error_in_a_prefetching_thread_reaches_the_caller():
     with pytest.raises(ArithmeticError, match="in the transform"):
         buffer.sample()
     buffer.close()
+
+
+@dataclass
+class Step:
+    obs: torch.Tensor
+    extra: dict
+
+
+def test_a_write_transform_runs_before_rows_are_written():
+    """The documented recipe: a batch [2, 3] is stored as six rows. What is given as transform runs on reads."""
+    data = TensorDict(a=torch.arange(6).view(2, 3), batch_size=[2, 3])
+    buffer = holding(data, write_transform=lambda td: td.reshape(-1), batch_size=4)
+    assert (len(buffer), len(buffer.sample()), buffer["a"].tolist()) == (6, 4, [0, 1, 2, 3, 4, 5])
+    literal = holding(data, transform=lambda td: td.reshape(-1))
+    assert (len(literal), len(literal.sample(5))) == (2, 15)
+
+
+def test_an_epoch_ends_for_every_sampler():
+    for sampler, sizes in ((RandomSampler(), [4, 4, 4]), (SamplerWithoutReplacement(), [4, 4, 2])):
+        buffer = holding(rows(*range(10)), sampler=sampler, batch_size=4)
+        for _ in range(2):
+            assert [len(batch) for batch in buffer.epoch()] == sizes
+    endless = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)  # a RandomSampler has no passes
+    endless.extend(rows(1, 2, 3))
+    assert [len(batch) for batch in islice(endless, 9)] == [2] * 9
+
+
+def test_dataclasses_are_rows_in_every_storage_of_trees(tmp_path):
+    for make in (ListStorage, LazyTensorStorage, LazyMemmapStorage):
+        buffer, loaded = ReplayBuffer(storage=make(4)), ReplayBuffer(storage=make(4))
+        buffer.extend(Step(obs=torch.arange(3), extra={"x.y": torch.arange(3) * 2.0}))
+        buffer.dumps(tmp_path)
+        loaded.loads(tmp_path)
+        for each in (buffer, loaded):
+            assert len(each) == 3
+            row = each[1]
+            assert isinstance(row, Step)
+            assert (row.obs, row.extra["x.y"]) == (1, 2.0)
+
+
+def test_a_batch_of_the_wrong_length_is_not_broadcast():
+    for storage in (LazyTensorStorage(4), LazyStackStorage(4), ListStorage(4)):
+        storage.set(slice(0, 3), rows(1, 2, 3))
+        with pytest.raises((DataError, IndexError), match=r"one (row per )?position"):
+            storage.set(slice(0, 3), rows(9))
+        assert [int(row["a"]) for row in storage.get(slice(0, 3))] == [1, 2, 3]
+    buffer = holding(rows(1, 2, 3))
+    with pytest.raises(DataError, match="1 rows for 2 positions"):
+        buffer[1:3] = rows(7)
+    assert "3 rows" in repr(buffer)
+
+
+def test_one_row_of_a_batch_does_not_keep_the_batch_in_memory():
+    big = LazyStackStorage(64)
+    big.set(slice(0, 64), TensorDict(a=torch.rand(64, 100), batch_size=[64]))
+    for position in range(1, 64):  # all but one are replaced, one by one
+        big.set(position, TensorDict(a=torch.rand(100)))
+    assert big._rows[0].leaves[0].untyped_storage().nbytes() == 400
+
+
+def test_a_compiled_function_writes_and_reads_a_buffer_without_being_compiled_again():
+    for storage, writer in (
+        (LazyTensorStorage(8, compilable=True), RoundRobinWriter(compilable=True)),
+        (LazyStackStorage(8, compilable=True), TensorDictMaxValueWriter(rank_key="a", compilable=True)),
+    ):
+        buffer = ReplayBuffer(storage=storage, writer=writer, batch_size=2, compilable=True)
+        counter = CompileCounter()
+
+        @torch.compile(backend=counter)
+        def write_and_read(data, buffer=buffer):
+            data = data + 1
+            buffer.extend(data)
+            buffer.add(data[0])
+            return buffer.sample()["a"] * 2
+
+        frames = []
+        for number in range(4):
+            assert write_and_read(rows(number, number + 1).float()).shape == (2,)
+            frames.append(counter.frame_count)
+        assert frames[1:] == frames[1:2] * 3
+        assert len(buffer) == 8
+    torch.compiler.reset()
+
+
+MASSES = {"alpha": 0.7, "beta": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "meant"),
+    [
+        (ReplayBuffer, {"storage": ListStorage, "batchsize": 4}, "'batch_size'"),
+        (ReplayBuffer, {"prefetch_timeout": 4}, "'prefetch_timeout_s'"),
+        (TensorDictReplayBuffer, {"batchsize": 4}, "'batch_size'"),
+        (TensorDictReplayBuffer, {"priorty_key": "error"}, "'priority_key'"),
+        (RemoteTensorDictReplayBuffer, {"priorty_key": "error"}, "'priority_key'"),
+        (PrioritizedReplayBuffer, {**MASSES, "epsilon": 1e-6}, "'eps'"),
+        (PrioritizedReplayBuffer, {**MASSES, "dtypes": torch.float64}, "'dtype'"),
+        (TensorDictPrioritizedReplayBuffer, {**MASSES, "reducton": "mean"}, "'reduction'"),
+        (ReplayBufferEnsemble, {"colate_fn": list}, "'collate_fn'"),
+        (ReplayBufferEnsemble, {"prefetch": 2}, None),  # of other buffers
+        (SliceSampler, {"slice_length": 2}, "'slice_len'"),
+        (SliceSamplerWithoutReplacement, {"slice_len": 2, "droplast": True}, "'drop_last'"),
+        (partial(PrioritizedSliceSampler, 10, 1.0, 1.0), {"slice_len": 2, "reducton": "mean"}, "'reduction'"),
+    ],
+)
+def test_a_misspelt_argument_is_answered_with_the_name_that_was_meant(make, arguments, meant):
+    name, wrong = getattr(make, "func", make).__name__, list(arguments)[-1]
+    end = "" if meant is None else rf" Did you mean {meant}\?"
+    with pytest.raises(TypeError, match=rf"^{name}: .*got {wrong!r}\.{end}$"):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+def test_a_write_that_replaces_its_own_rows_is_told(storage):
+    buffer = ReplayBuffer(storage=storage(4))
+    rows = TensorDict(a=torch.arange(6), batch_size=[6])
+    with pytest.warns(UserWarning, match=r"6 rows were written at once into a storage of 4: the first 2 are lost"):
+        buffer.extend(list(rows.unbind(0)) if storage is ListStorage else rows)
+    assert sorted(int(row["a"]) for row in buffer.storage[:]) == [2, 3, 4, 5]
+
+
+def test_include_info_is_taken_with_a_warning():
+    buffer = holding(rows(1, 2), LazyTensorStorage(4), kind=TensorDictReplayBuffer, batch_size=2)
+    with pytest.warns(DeprecationWarning, match="include_info is deprecated"):
+        assert "index" in buffer.sample(include_info=False)

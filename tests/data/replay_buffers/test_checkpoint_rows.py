@@ -122,13 +122,6 @@ def test_objects_that_are_not_data_are_refused_when_they_are_dumped(value, name,
         assert len(other) == 2
 
 
-def test_objects_of_json_and_tensors_are_saved_as_json_and_tensors(tmp_path):
-    storage = ListStorage()
-    storage.set(slice(0, 3), [{"a": torch.ones(2), "b": ["x", 1]}, (torch.zeros(3), "y"), "text" * 2000])
-    ListStorageCheckpointer().dumps(storage, tmp_path)
-    assert not list(current_directory(tmp_path).glob("*.pt"))
-
-
 def test_conversations_come_back_through_the_storage_for_ragged_rows(tmp_path):
     def row(words):
         history = History(role=["user", "assistant"], content=["hi", " ".join(words)])

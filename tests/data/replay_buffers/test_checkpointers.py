@@ -18,22 +18,18 @@ from llmrl.data.replay_buffers import (
     ListStorage,
     ReplayBuffer,
     StorageEnsemble,
-    TensorStorage,
 )
 from llmrl.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
     ListStorageCheckpointer,
     NestedStorageCheckpointer,
-    StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
-from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.checkpointers.containers import H5Container
 from llmrl.data.replay_buffers.directory import current_directory, replace_directory
 from llmrl.data.replay_buffers.storages import LazyMemmapStorage
-from llmrl.data.ted import Flat2TED, TED2Flat
 from llmrl.errors import CheckpointError, UnsupportedError
 from tests.support.buffers import assert_same, damage, holding, restore, through_files
 
@@ -72,24 +68,6 @@ def rows_of(*values):
 
 
 # --- what comes back ---
-@pytest.mark.parametrize("make", ALL)
-@pytest.mark.parametrize(
-    ("envs", "storage"), [(None, LazyTensorStorage), (1, LazyTensorStorage), (3, LazyMemmapStorage)]
-)
-def test_22_frames_at_a_time_into_a_ring_of_100_come_back_after_each_write(make, envs, storage, tmp_path):
-    buffer, other = (buffer_of(make(), storage, ndim=1 if envs is None else 2) for _ in range(2))
-    for number in range(6):
-        steps = 22 if envs is None else -(-22 // envs)
-        buffer.extend(rollout(number * steps, steps, envs))
-        before = buffer[:]
-        restore(other, buffer, tmp_path)
-        assert_same(buffer[:], before)
-        assert_same(other[:], before)
-        assert other.storage.counters.state() == buffer.storage.counters.state()
-    assert len(buffer) == (102 if envs == 3 else 100)
-    buffer.extend(rollout(0, 3, envs))
-    other.extend(rollout(0, 3, envs))
-    assert_same(other[:], buffer[:])
 
 
 @pytest.mark.parametrize("make", COMPACT)
@@ -126,31 +104,6 @@ def test_rows_that_are_not_steps_are_stored_as_they_are_and_the_manifest_says_wh
     assert other[:]["obs"].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("make", COMPACT)
-def test_any_checkpointer_reads_what_any_other_wrote(make, tmp_path):
-    storage = LazyTensorStorage(50)
-    storage.set(slice(0, 20), rollout(0, 20))
-    make().dumps(storage, tmp_path)
-    other = LazyTensorStorage(50)
-    TensorStorageCheckpointer().loads(other, tmp_path)
-    assert_same(other[:], storage[:])
-
-
-def test_the_codecs_are_hooks(tmp_path):
-    storage, other = LazyTensorStorage(20), LazyTensorStorage(20)
-    rows = rollout(0, 20, episode=50)
-    storage.set(slice(0, 20), torch.cat([rows[15:], rows[:15]]))  # a ring of which the oldest row is at 5
-    storage.counters.cursor = 5
-    for part in (storage, other):
-        part.checkpointer = TensorStorageCheckpointer()
-        part.register_save_hook(TED2Flat())
-        part.register_load_hook(Flat2TED())
-    restore(other, storage, tmp_path)
-    assert (current_directory(tmp_path) / "obs.memmap").stat().st_size == (20 + 1) * 4
-    assert_same(other[:], storage[:])
-    assert other.counters.cursor == 5
-
-
 def test_a_hook_changes_what_is_written_and_what_is_read(tmp_path):
     buffer, other = holding(rows_of(1, 2)), ReplayBuffer(storage=LazyTensorStorage(10))
     buffer.register_save_hook(lambda td: td.apply_(lambda value: value.mul_(10)))  # into what it gets
@@ -160,13 +113,6 @@ def test_a_hook_changes_what_is_written_and_what_is_read(tmp_path):
     other.register_load_hook(lambda td: None)
     with pytest.raises(CheckpointError, match="hook must return"):
         other.loads(tmp_path)
-
-
-def test_an_empty_storage_is_saved_and_loaded(tmp_path):
-    storage, other = LazyTensorStorage(5), LazyTensorStorage(5)
-    other.set(slice(0, 2), rows_of(1, 2))
-    through_files(TensorStorageCheckpointer(), storage, other, tmp_path)
-    assert len(other) == 0
 
 
 # --- files ---
@@ -183,17 +129,6 @@ def test_a_part_filled_buffer_writes_its_rows_only_and_equal_runs_give_equal_fil
     first, second = _bytes(tmp_path / "first"), _bytes(tmp_path / "second")
     assert first == second
     assert sum(map(len, first.values())) < 40_000
-
-
-def test_flat_files_hold_each_observation_once(tmp_path):
-    storage = LazyTensorStorage(100)
-    storage.set(slice(0, 14), rollout(0, 14))
-    FlatStorageCheckpointer().dumps(storage, tmp_path)
-    assert (current_directory(tmp_path) / "obs.memmap").stat().st_size == (14 + 2) * 4
-    assert (current_directory(tmp_path) / "done.memmap").stat().st_size == 14
-    assert manifest_of(tmp_path)["layout"] == {
-        "name": "flat", "trajectories": 2, "ends_without_done": 0, "kept_twice": []
-    }  # fmt: skip
 
 
 def test_h5_files_have_a_group_per_trajectory_and_can_be_compressed(tmp_path):
@@ -242,15 +177,6 @@ def test_a_write_touches_nothing_else_in_the_directory(tmp_path):
 
 
 # --- damage ---
-def test_a_write_that_fails_leaves_the_old_content(tmp_path):
-    with replace_directory(tmp_path) as folder:
-        (folder / "x").write_text("old")
-    with pytest.raises(CheckpointError, match=r"written.*missing"), replace_directory(tmp_path) as folder:
-        (folder / "missing" / "x").write_text("new")
-    with pytest.raises(KeyError), replace_directory(tmp_path) as folder:
-        raise KeyError("of a hook")
-    assert (current_directory(tmp_path) / "x").read_text() == "old"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint.1", "checkpoint.current"]
 
 
 def test_an_h5_file_is_not_begun_where_there_is_no_room_for_it(tmp_path):
@@ -319,15 +245,6 @@ def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_
         checkpointer.loads(StorageEnsemble(LazyTensorStorage(5)), tmp_path)
     with pytest.raises(UnsupportedError, match="own checkpointers"):
         checkpointer.register_save_hook(str)
-
-
-def test_every_checkpointer_is_one_of_a_kind():
-    for make in [*ALL, ListStorageCheckpointer, StorageEnsembleCheckpointer]:
-        assert issubclass(make, StorageCheckpointerBase)
-    storages = TensorStorage(torch.zeros(2)), ListStorage(), StorageEnsemble(ListStorage())
-    assert [type(default_for(storage)) for storage in storages] == [
-        TensorStorageCheckpointer, ListStorageCheckpointer, StorageEnsembleCheckpointer
-    ]  # fmt: skip
 
 
 def test_a_storage_without_a_buffer_is_written_and_read_by_the_default_checkpointer(tmp_path):

@@ -15,18 +15,15 @@ from llmrl.data.replay_buffers import (
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
-    RoundRobinWriter,
     SamplerEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
     StorageEnsemble,
-    StorageEnsembleCheckpointer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
     WriterEnsemble,
 )
-from llmrl.errors import UnsupportedError
 from tests.support.buffers import holding, restore
 from tests.support.buffers import numbered as rows
 
@@ -61,21 +58,6 @@ def test_members_are_drawn_with_their_probabilities_and_rows_of_one_part_come_fr
     assert abs(counts[0] - 250) < 60
 
 
-def test_sample_from_all_takes_a_part_of_every_member():
-    ensemble = ReplayBufferEnsemble(*members((6, 9, 4)), sample_from_all=True, batch_size=6)
-    for batch in (ensemble.sample(), next(iter(ensemble)), ensemble.next()):
-        assert batch["index", "buffer_ids"].tolist() == [[0, 0], [1, 1], [2, 2]]
-        check(batch, batch["index"])
-
-
-def test_rows_of_plain_members_carry_their_origin_too():
-    ensemble = ReplayBufferEnsemble(*members(buffer=ReplayBuffer), batch_size=4)
-    batch, info = ensemble.sample(return_info=True)
-    assert (batch["index"] == info["index"]).all()
-    check(batch, batch["index"])
-    assert set(ensemble[0][:].keys()) == {"number", "next"}
-
-
 def test_the_form_of_a_batch_depends_on_the_members_and_never_on_the_draw():
     def member(storage=LazyTensorStorage, more=None, **arguments):
         return holding(rows(100, 3).update(more or {}), storage(10), TensorDictReplayBuffer, **arguments)
@@ -94,16 +76,6 @@ def test_the_form_of_a_batch_depends_on_the_members_and_never_on_the_draw():
             assert batch.shape == (2, 3)
             check(batch, batch["index"])
             check(batch, info["index"])
-
-
-def test_a_collate_fn_joins_parts_that_transforms_have_made_equal():
-    first, second = (TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
-    first.append_transform(lambda batch: batch.rename_key_("a", "number"))
-    first.extend(TensorDict(a=torch.arange(4), batch_size=[4]))
-    second.extend(TensorDict(number=torch.arange(100, 104), batch_size=[4]))
-    ensemble = ReplayBufferEnsemble(first, second, collate_fn=torch.stack)
-    assert {type(ensemble.sample(4)) for _ in range(10)} == {TensorDict}
-    assert torch.equal((batch := ensemble.sample(4))["number"] // 100, batch["index", "buffer_ids"])
 
 
 def test_member_transforms_run_on_their_part_and_the_outer_one_on_the_whole():
@@ -261,24 +233,6 @@ def test_wrong_arguments_are_refused():
             make()
 
 
-def test_an_ensemble_is_built_from_parts_with_transforms_and_collate_fns():
-    storages = StorageEnsemble(
-        ListStorage(5), LazyTensorStorage(5), transforms=[None, lambda batch: batch.set("seen", batch["number"] + 1)]
-    )
-    ensemble = ReplayBufferEnsemble(
-        storages=storages,
-        samplers=SamplerEnsemble(RandomSampler(), RandomSampler(), sample_from_all=True),
-        writers=WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()),
-        collate_fns=[lambda items: torch.stack(items).set("seen", torch.full((len(items),), -1)), None],
-        batch_size=6,
-    )
-    for number in range(2):
-        ensemble[number].extend(rows(100 * number, 4))
-    batch = ensemble.sample()
-    assert batch["seen"][0].tolist() == [-1, -1, -1]
-    assert torch.equal(batch["seen"][1], batch["number"][1] + 1)
-
-
 def test_priorities_are_given_to_the_members():
     masses = {"alpha": 1.0, "beta": 1.0, "eps": 0.0}
     given = [TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(4), **masses) for _ in range(2)]
@@ -297,23 +251,6 @@ def test_priorities_are_given_to_the_members():
     ensemble.update_priority(info["index"][1:], torch.zeros(1, 32))
     ensemble[1].update_priority(0, 1.0)
     assert ensemble.sample()["number"].unique().tolist() == [0, 100]
-
-
-def test_members_on_grids_have_coordinates():
-    grids = [TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2)) for _ in range(2)]
-    for number, grid in enumerate(grids):
-        grid.extend(TensorDict(number=100 * number + torch.arange(8).view(2, 4), batch_size=[2, 4]))
-    batch, info = ReplayBufferEnsemble(*grids).sample(6, return_info=True)
-    time, stream = info["index", "index"].unbind(-1)
-    assert torch.equal(batch["number"], 100 * info["index", "buffer_ids"] + stream * 4 + time)
-    assert torch.equal(batch["index", "index"], info["index", "index"])
-
-
-def test_a_member_may_be_given_another_sampler_later():
-    ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True, batch_size=4)
-    ensemble[0].set_sampler(SamplerWithoutReplacement(shuffle=False))
-    assert ensemble.sample()["number"][0].tolist() == [0, 1]
-    assert "remaining" in ensemble.state_dict()["sampler"]["samplers"][0]
 
 
 @pytest.mark.parametrize("way", ["state_dict", "dumps"])
@@ -345,26 +282,6 @@ def test_a_loaded_ensemble_continues_with_the_same_batches(tmp_path, way, sample
     assert other.write_count == 16
 
 
-def test_one_generator_decides_everything():
-    first, second = (
-        ReplayBufferEnsemble(*members(), batch_size=6, generator=torch.Generator().manual_seed(3)) for _ in range(2)
-    )
-    for _ in range(3):
-        assert (first.sample() == second.sample()).all()
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        drawn.append(ReplayBufferEnsemble(*members(), batch_size=6).sample()["number"])
-    assert torch.equal(*drawn)
-
-
-def test_an_ensemble_has_the_checkpointer_of_ensembles_and_takes_no_hook():
-    ensemble = ReplayBufferEnsemble(*members())
-    assert isinstance(ensemble.storage.checkpointer, StorageEnsembleCheckpointer)
-    with pytest.raises(UnsupportedError, match="members"):
-        ensemble.register_save_hook(lambda rows: rows)
-
-
 def test_a_shared_ensemble_is_handed_over_with_its_rows():
     given = [TensorDictReplayBuffer(storage=LazyMemmapStorage(10)) for _ in range(2)]
     ensemble = ReplayBufferEnsemble(*given, shared=True, sample_from_all=True)
@@ -379,30 +296,3 @@ def test_a_shared_ensemble_is_handed_over_with_its_rows():
     copied = pickle.loads(pickle.dumps(alone))
     copied[0].extend(rows(4, 1))
     assert len(copied[0]) == len(alone[0]) + 1
-
-
-def test_a_batch_shares_no_memory_with_the_members():
-    ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True)
-    for batch in (ensemble.sample(4), ensemble[:, :3], ensemble.storage[:, :3]):
-        batch["number"].fill_(-1)
-        batch["next", "reward"].fill_(-1)
-    check(batch := ensemble.sample(8), batch["index"])
-
-
-def test_members_that_prefetch_draw_the_same_rows_here_as_without():
-    def build(prefetch):
-        given = members((5, 5), batch_size=lambda: 3, prefetch=lambda: prefetch)
-        for number, member in enumerate(given):
-            member.set_rng(torch.Generator().manual_seed(number))
-        return given
-
-    torch.manual_seed(0)
-    plain = build(None)
-    plain[0].sample()
-    expected = ReplayBufferEnsemble(*plain, sample_from_all=True).sample(6)
-    ahead = build(2)
-    ahead[0].sample()
-    ensemble = ReplayBufferEnsemble(*ahead, sample_from_all=True)
-    assert (ensemble.sample(6) == expected).all()
-    for member in ahead:
-        member.close()

@@ -10,10 +10,8 @@ from tensordict import TensorDict
 
 from llmrl.data.replay_buffers import (
     ImmutableDatasetWriter,
-    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
-    PrioritizedSampler,
     ReplayBuffer,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
@@ -55,15 +53,6 @@ def test_the_best_rows_stay_and_of_equal_ones_the_first(batches, single):
                 assert position < 0 or int(content["number"][position]) == first + i
 
 
-def test_a_row_that_is_not_kept_has_no_position():
-    buffer = build(2)
-    assert buffer.extend(scored(3, 1, 2, 0)).tolist() == [0, -1, 1, -1]
-    assert buffer.add(scored(1)[0]) is None
-    assert buffer.add(scored(2)[0]) is None  # as good as the lowest: that one came first
-    assert (buffer.add(scored(9)[0]), buffer.extend(scored(0, 1)).tolist()) == (1, [-1, -1])
-    assert (buffer.write_count, buffer[:]["score"].tolist()) == (3, [3, 9])
-
-
 @pytest.mark.parametrize(
     ("reduction", "expected"), [("sum", [2, 0]), ("max", [1, 2]), ("min", [2, 0]), ("mean", [2, 0]), ("median", [2, 0])]
 )
@@ -77,26 +66,6 @@ def test_ranks_of_several_numbers_are_reduced(reduction, expected):
     assert sorted(buffer[:]["row"].tolist()) == sorted(expected)
 
 
-def test_what_the_caller_holds_is_not_edited():
-    """The position used to be written into the caller's own item."""
-    buffer = build()
-    batch, row = scored(1, 2), scored(5)[0]
-    buffer.extend(batch)
-    buffer.add(row)
-    assert "index" not in batch.keys()
-    assert "index" not in row.keys()
-    row["score"].fill_(-1)
-    assert buffer[2]["score"] == 5
-
-
-@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
-def test_lists_of_rows_may_be_ranked(storage):
-    buffer = build(2, storage)
-    buffer.extend(scored(1, 2, 3, 0))
-    buffer.extend(scored(0, 4))
-    assert sorted(row["score"].item() for row in buffer[:]) == [3, 4]
-
-
 @pytest.mark.parametrize("by_file", [False, True])
 def test_ranks_are_part_of_the_state(by_file, tmp_path):
     first, second = build(), build()
@@ -106,31 +75,6 @@ def test_ranks_are_part_of_the_state(by_file, tmp_path):
     for batch in (scored(3, 5, 4), scored(9), scored(4, 5, 6)):
         assert first.extend(batch).tolist() == second.extend(batch).tolist()
         assert first[:]["row"].tolist() == second[:]["row"].tolist()
-
-
-def test_rows_that_were_there_before_the_writer_are_ranked():
-    buffer = holding(scored(5, 1, 4), LazyTensorStorage(3), kind=TensorDictReplayBuffer, batch_size=2)
-    buffer.set_writer(TensorDictMaxValueWriter(rank_key="score"))
-    assert buffer.extend(scored(0, 2)).tolist() == [-1, 1]
-
-
-def test_an_emptied_buffer_takes_any_row_again():
-    buffer = build(2)
-    buffer.extend(scored(8, 9))
-    buffer.empty()
-    assert buffer.extend(scored(1, 2)).tolist() == [0, 1]
-
-
-def test_rows_that_are_replaced_by_rank_are_new_to_a_sampler_with_priorities():
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(3),
-        writer=TensorDictMaxValueWriter(rank_key="score"),
-        sampler=PrioritizedSampler(3, 1.0, 1.0, eps=0.0),
-    )
-    buffer.extend(scored(1, 2, 3))
-    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.25, 0.5, 2.0]))
-    buffer.extend(scored(0, 5))
-    assert (buffer.sampler.probabilities() * 4.5).tolist() == pytest.approx([2, 0.5, 2])
 
 
 @pytest.mark.parametrize(
@@ -196,3 +140,16 @@ def test_a_data_set_is_read_and_never_written():
         with pytest.raises(RuntimeError, match="not written"):
             write()
     assert (buffer[:].tolist(), buffer.sample().shape) == ([0, 1, 2, 3, 4], (2,))
+
+
+def test_rows_that_were_there_before_the_writer_are_ranked():
+    buffer = holding(scored(5, 1, 4), LazyTensorStorage(3), kind=TensorDictReplayBuffer, batch_size=2)
+    buffer.set_writer(TensorDictMaxValueWriter(rank_key="score"))
+    assert buffer.extend(scored(0, 2)).tolist() == [-1, 1]
+
+
+def test_an_emptied_buffer_takes_any_row_again():
+    buffer = build(2)
+    buffer.extend(scored(8, 9))
+    buffer.empty()
+    assert buffer.extend(scored(1, 2)).tolist() == [0, 1]

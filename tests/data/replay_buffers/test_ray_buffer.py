@@ -7,9 +7,7 @@ import threading
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
 
-from llmrl.data.llm import History
 from llmrl.data.replay_buffers import (
     LazyStackStorage,
     LazyTensorStorage,
@@ -61,41 +59,6 @@ def test_a_buffer_is_used_in_its_actor(make, tmp_path):
     assert buffer.set_sampler(RandomSampler) is None
     assert buffer.apply(lambda there: type(there.sampler).__name__) == "RandomSampler"
     assert str(buffer.apply(lambda _: os.getpid())) in repr(buffer)
-
-
-def conversation(turns: int) -> TensorDict:
-    history = History(role=["user", "assistant"] * turns, content=[f"turn {turn}" for turn in range(2 * turns)])
-    ids = torch.arange(5 * turns)
-    return TensorDict(
-        history=TensorDict(full=history),
-        tokens=TensorDict(full=ids),
-        log_probs=TensorDict(full=-ids.float()),
-        text=TensorDict(full="words " * turns),
-        policy_version=torch.tensor(turns),
-    )
-
-
-def test_conversations_of_any_length_go_there_and_back(make):
-    buffer = make(
-        storage=functools.partial(LazyStackStorage, 16),
-        sampler=functools.partial(SamplerWithoutReplacement, max_age=2),
-        batch_size=4,
-    )
-    given = [conversation(turns) for turns in (1, 2, 3, 4)]
-    buffer.extend(lazy_stack(given))
-    batch = buffer.sample()
-    assert sorted(batch["policy_version"].tolist()) == [2, 3, 4]  # at version 4, those of 1 are too old
-    for row in batch.unbind(0):
-        sent = given[int(row["policy_version"]) - 1]
-        assert torch.equal(row["tokens", "full"], sent["tokens", "full"])
-        assert torch.equal(row["log_probs", "full"], sent["log_probs", "full"])
-        assert row["text", "full"] == sent["text", "full"]
-        history = row["history", "full"]
-        assert isinstance(history, History)
-        assert list(history.content) == list(sent["history", "full"].content)
-        assert list(history.role) == list(sent["history", "full"].role)
-    buffer.apply(lambda there, version: setattr(there.sampler, "version", version), 6)
-    assert buffer.sample()["policy_version"].tolist() == [4]
 
 
 def test_priorities_and_ragged_rows_travel(make):

@@ -71,10 +71,6 @@ def pid(buffer) -> int:
     return os.getpid()
 
 
-def set_version(buffer, version: int) -> None:
-    buffer.sampler.version = version
-
-
 def sleep_past(buffer, event_s: float) -> None:
     threading.Event().wait(event_s)
 

@@ -1,5 +1,15 @@
-"""A whole buffer on disk: damage to any of its files, and states that do not fit, leave a buffer as it was."""
+"""A whole buffer on disk: damage to any of its files, and states that do not fit, leave a buffer as it was.
 
+So does a process that is killed while it saves.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +24,16 @@ from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
-    ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
-from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer
-from llmrl.data.replay_buffers.checkpointers.base import default_for
+from llmrl.data.replay_buffers.checkpointers import FlatStorageCheckpointer
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError, DataError
-from tests.support.buffers import Counting, damage, restore
+from tests.support.buffers import Counting, damage
 
 
 def buffer_of(storage=LazyTensorStorage, **parts: Any) -> ReplayBuffer:
@@ -132,57 +140,6 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(saved, make, match, tm
         assert flat(buffer.state_dict()) == before
 
 
-def test_rows_of_a_stack_along_another_dimension_are_saved_and_loaded(tmp_path):
-    rows = [TensorDict(ids=torch.arange(2 * size).view(2, size), batch_size=[2]) for size in (3, 4)]
-    for folder in (tmp_path, None):
-        storage, other = LazyStackStorage(4, stack_dim=1), LazyStackStorage(4, stack_dim=1)
-        storage.checkpointer = other.checkpointer = ListStorageCheckpointer()
-        storage.set(slice(0, 2), rows)
-        restore(other, storage, folder)
-        assert other.get(slice(0, 2)).batch_size == (2, 2)
-        for number, row in enumerate(rows):
-            assert torch.equal(other.get(number)["ids"], row["ids"])
-
-
-def test_a_grid_of_a_dict_or_tuple_is_restored(tmp_path):
-    obs, reward = torch.arange(24.0).view(2, 6, 2), torch.arange(12).view(2, 6)
-    for number, batch in enumerate(({"obs": obs, "reward": reward}, (obs, {"reward": reward}))):
-        buffer, other = (ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=1) for _ in range(2))
-        buffer.extend(batch)
-        restore(other, buffer, tmp_path / str(number))
-        assert flat(other.storage[:]) == flat(buffer.storage[:])
-        assert flat(other[:]) == flat(batch)
-        assert other.storage.shape == (6, 2)
-
-
-@pytest.mark.parametrize("make", [LazyStackStorage, ListStorage, LazyTensorStorage])
-def test_restoring_fewer_rows_than_there_are_forgets_the_others(make, tmp_path):
-    few, many = make(10), make(10)
-    few.set(slice(0, 2), TensorDict(a=torch.tensor([1, 2]), batch_size=[2]))
-    many.set(slice(0, 6), TensorDict(a=torch.arange(10, 16), batch_size=[6]))
-    default_for(few).dumps(few, tmp_path)
-    default_for(many).loads(many, tmp_path)
-    assert len(many) == 2
-    many.set(2, TensorDict(a=torch.tensor(3)))
-    assert len(many) == 3
-    assert [int(many.get(position)["a"]) for position in range(3)] == [1, 2, 3]
-    if make is LazyStackStorage:  # the layout of rows that are gone does not count
-        other = make(10)
-        other.set(slice(0, 2), TensorDict(b=torch.zeros(2, 5), batch_size=[2]))
-        default_for(other).loads(other, tmp_path)
-        assert type(other.get(slice(0, 2))) is TensorDict
-
-
-@pytest.mark.parametrize("make", [LazyStackStorage, ListStorage])
-def test_rows_that_cannot_be_restored_leave_those_that_are_there(make):
-    storage = make(4)
-    storage.set(slice(0, 3), TensorDict(a=torch.arange(3), batch_size=[3]))
-    ring = {"length": 2, "cursor": 2, "write_count": 2, "max_size": 4, "ndim": 1, "trailing": []}
-    with pytest.raises(CheckpointError, match="got 3, expected 2"):
-        storage.restore(TensorDict(a=torch.arange(3), batch_size=[3]), ring)
-    assert [int(storage.get(position)["a"]) for position in range(3)] == [0, 1, 2]
-
-
 class Allocations(TorchDispatchMode):
     """Counts the bytes of new tensors, without views and mapped files."""
 
@@ -219,3 +176,72 @@ def test_a_memmap_is_saved_and_loaded_without_a_copy_in_memory(ndim, tmp_path):
     assert saved.num_bytes < 100_000
     assert loaded.num_bytes < 100_000
     assert torch.equal(other.storage[:]["next", "obs"], buffer.storage[:]["next", "obs"])
+
+
+# For every number on stdin: forks a child, which saves the rows number + 1, number + 2, ... until it is killed.
+SAVER = """
+import os, sys, torch
+from tensordict import TensorDict
+from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
+from llmrl.data.replay_buffers.checkpointers import FlatStorageCheckpointer
+
+def save(path, number):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64))
+    buffer.storage.checkpointer = FlatStorageCheckpointer()
+    step = torch.arange(64)
+    while True:
+        number += 1
+        now, then = (torch.stack([torch.full((64,), number), t], -1) for t in (step, step + 1))
+        following = TensorDict(obs=then, done=torch.zeros(64, 1, dtype=torch.bool), batch_size=[64])
+        buffer.extend(TensorDict(obs=now, next=following, batch_size=[64]))
+        buffer.dumps(path)
+        os.write(1, f"saved {number}\\n".encode())
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        save(sys.argv[1], int(line))
+    os.write(1, f"child {child}\\n".encode())
+    os.waitpid(child, 0)
+    os.write(1, b"dead 0\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_killed_in_mid_save_50_times_always_loads(tmp_path):
+    chance = random.Random(0)
+    path = tmp_path / "buffer"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = threading.Timer(300, process.kill)
+    deadline.start()
+    cut_short, saved = 0, 0
+    try:
+        for _ in range(50):
+            print(saved, file=process.stdin, flush=True)
+            child = None
+            first = saved
+            while child is None or saved == first:
+                word, number = process.stdout.readline().split()
+                child = int(number) if word == "child" else child
+                saved = int(number) if word == "saved" else saved
+            time.sleep(chance.uniform(0, 0.1))
+            os.kill(child, signal.SIGKILL)
+            while (word := (line := process.stdout.readline().split())[0]) != "dead":
+                saved = int(line[1]) if word == "saved" else saved
+            cut_short += any(".draft" in entry.name for entry in path.iterdir())
+
+            buffer = ReplayBuffer(storage=LazyTensorStorage(64))
+            buffer.storage.checkpointer = FlatStorageCheckpointer()
+            buffer.loads(path)
+            found = buffer[:]["obs"][:, 0].unique().tolist()
+            assert found in ([saved], [saved + 1])  # the rows of one save: the last that was reported, or the next
+            assert buffer[:]["next", "obs"][:, 1].tolist() == list(range(1, 65))
+            saved = found[0]
+    finally:
+        deadline.cancel()
+        process.kill()
+        process.communicate()
+    assert cut_short > 10  # most kills come in the middle of a save
+    assert current_directory(path).name.startswith("checkpoint.")

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import NamedTuple
 
@@ -24,10 +23,8 @@ from llmrl.data.replay_buffers import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
-    RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
-    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -114,27 +111,6 @@ def test_whoever_writes_first_allocates_for_all(method, kind):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("method", ["fork", SPAWN])
-def test_rows_that_were_there_before_sharing_are_shared_too(method):
-    for storage in (LazyTensorStorage(20), TensorStorage(TensorDict(a=torch.zeros(20), batch_size=[20]), filled=False)):
-        buffer = holding(constant(0.0), storage)
-        buffer.share()
-        run(method, check_zeros_and_extend, buffer)
-        assert buffer["a"].tolist() == [0.0] * 10 + [1.0] * 10
-
-
-@pytest.mark.parametrize("method", ["fork", SPAWN])
-def test_grids_are_shared(tmp_path, method):
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2, scratch_dir=tmp_path))
-    run(method, extend_a_grid, buffer)
-    assert buffer.storage.max_size == 102
-    assert buffer["a"].tolist() == [[0, 1], [2, 3], [4, 5]]
-
-
-def extend_a_grid(buffer: ReplayBuffer) -> None:
-    buffer.extend(TensorDict(a=torch.arange(6).view(3, 2), batch_size=[3, 2]))
-
-
 @dataclass
 class Step:
     obs: torch.Tensor
@@ -144,18 +120,6 @@ class Step:
 class Pair(NamedTuple):
     first: torch.Tensor
     second: dict[str, torch.Tensor]
-
-
-def read_and_extend_steps(buffer: ReplayBuffer) -> None:
-    assert buffer[1] == Step(obs=torch.tensor(1))
-    buffer.extend(Step(obs=torch.arange(2)))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_dataclasses_are_shared(method):
-    buffer = holding(Step(obs=torch.arange(3)), LazyMemmapStorage(9))
-    run(method, read_and_extend_steps, buffer)
-    assert buffer[:].obs.tolist() == [0, 1, 2, 0, 1]
 
 
 def test_trees_of_any_form_are_shared():
@@ -210,20 +174,12 @@ def test_what_cannot_be_shared_is_refused():
         with_text.share()
     assert not with_text.shared
     assert with_text.get(0)["a"] == "text"
-    with pytest.raises(ValueError, match="prefetch"):
-        ReplayBuffer(storage=LazyTensorStorage(3), batch_size=1, prefetch=1, shared=True)
+    with pytest.raises(RuntimeError, match="private"):
+        ReplayBuffer(storage=LazyTensorStorage(3), shared=True).share(False)
     buffer = ReplayBuffer(storage=LazyMemmapStorage(3), batch_size=1, prefetch=1)
     with pytest.raises(RuntimeError, match="prefetch"):
         multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
     buffer.close()
-
-
-def test_a_buffer_of_factories_is_built_where_it_is_used():
-    buffer = ReplayBuffer(storage=LazyStackStorage, delayed_init=True)
-    elsewhere = pickle.loads(pickle.dumps(buffer))
-    elsewhere.extend(constant(1.0))
-    assert (len(elsewhere), len(buffer)) == (10, 0)
-    assert isinstance(buffer.storage, LazyStackStorage)
 
 
 def test_a_pickle_outlives_its_owner_with_a_clear_error():
@@ -453,25 +409,6 @@ def test_two_writers_and_a_reader_for_five_seconds_each(method):
     stress(method, lambda size: LazyTensorStorage(size, shared_init=True), 5.0, 500)
 
 
-def sample_equal(buffer: ReplayBuffer, expected: list) -> None:
-    assert [buffer.sample().tolist() for _ in range(3)] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement, partial(RandomSampler, max_uses=9)])
-def test_a_buffer_that_was_sampled_continues_with_the_same_draws_in_another_process(method, sampler):
-    buffer = ReplayBuffer(
-        storage=LazyMemmapStorage(20), batch_size=4, sampler=sampler and sampler(), generator=torch.Generator()
-    )
-    buffer.extend(torch.arange(20))
-    buffer.sample()
-    buffer.state_dict()
-    expected = copy.deepcopy(buffer.sampler)
-    draws = [expected.sample(buffer.storage, 4)[0].tolist() for _ in range(3)]
-    run(method, sample_equal, buffer, draws)
-
-
 def test_a_pickled_sampler_holds_no_shared_memory_and_its_parts_still_share_one_generator():
     ensemble = ReplayBufferEnsemble(
         *(holding(constant(number), LazyMemmapStorage(21)) for number in (0.0, 1.0)),
@@ -530,14 +467,6 @@ def test_rows_that_a_killed_writer_was_replacing_are_as_before(kind, write):
     assert (buffer[:]["a"] == buffer[:]["b"][:, 0]).all()
 
 
-def test_a_shared_write_that_fails_halfway_is_undone():
-    buffer = holding(pairs(1, 21), LazyMemmapStorage(21), kind=ReplayBuffer)
-    buffer.storage._arrays[1] = None
-    with pytest.raises(TypeError):
-        buffer.extend(pairs(2, 5))
-    assert buffer[:]["a"].tolist() == [1] * 21
-
-
 def make_and_die(send) -> None:
     storage = LazyTensorStorage(21, shared_init=True)
     storage.set(slice(0, 10), constant(1.0))
@@ -558,3 +487,11 @@ def test_the_next_buffer_removes_the_memory_of_a_killed_owner_and_of_no_other():
     assert not folder.exists()
     assert other.folder.exists()
     assert third.folder.exists()
+
+
+def test_a_buffer_of_factories_is_built_where_it_is_used():
+    buffer = ReplayBuffer(storage=LazyStackStorage, delayed_init=True)
+    elsewhere = pickle.loads(pickle.dumps(buffer))
+    elsewhere.extend(constant(1.0))
+    assert (len(elsewhere), len(buffer)) == (10, 0)
+    assert isinstance(buffer.storage, LazyStackStorage)

@@ -1,6 +1,7 @@
-"""Slices of trajectories, against a list of all windows over all runs of rows."""
+"""Slices of trajectories, against a list of all windows over all runs of rows; their order, marks and boundaries."""
 
 import itertools
+import pickle
 from collections import Counter
 from functools import partial
 
@@ -15,6 +16,7 @@ from llmrl.data.replay_buffers import (
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
     TensorStorage,
 )
 from llmrl.data.replay_buffers.samplers.slices import Cut, every_slice
@@ -111,19 +113,6 @@ def test_the_slices_of_every_full_ring_are_those_of_a_list(capacity):
     check_exhaustively(capacity, range(capacity, capacity + 1), cuts, keys=BOTH[:1])
 
 
-def test_a_slice_of_a_trajectory_is_given_by_its_number():
-    for cut, length in itertools.product(CUTS, range(1, 9)):
-        expected = all_windows([list(range(length))], cut)
-        count = int(cut.count(torch.tensor([length]).numpy())[0])
-        assert count == expected.total()
-        numbers = torch.arange(count).numpy()
-        last, lengths = cut.piece(torch.full((count,), length).numpy(), numbers)
-        found = Counter(
-            tuple(range(end - size, end)) for end, size in zip(last.tolist(), lengths.tolist(), strict=True)
-        )
-        assert found == expected, (cut, length)
-
-
 @pytest.mark.parametrize("streams", [1, 3])
 def test_the_index_follows_any_writes_as_if_it_were_made_anew(streams):
     generator = torch.Generator().manual_seed(streams)
@@ -195,11 +184,6 @@ def test_what_is_read_between_two_samples_is_what_was_written():
 
 
 # --- golden values ---
-def test_slices_join_at_the_end_of_the_ring_and_stop_at_the_cursor(ring_of_eight):
-    buffer = ring_of_eight
-    buffer.set_sampler(SliceSampler(slice_len=3, traj_key="t"))
-    drawn = {tuple(buffer.sample()["s"].tolist()) for _ in range(200)}
-    assert drawn == {(2, 3, 4), (5, 6, 7), (6, 7, 8), (7, 8, 9)}
 
 
 def two_of_five(**arguments) -> ReplayBuffer:
@@ -233,32 +217,6 @@ def test_starts_are_uniform_where_few_rows_can_be_one():
     starts = torch.bincount(buffer.sample()["step"].view(-1, 5)[:, 0], minlength=5000)
     assert starts.nonzero().flatten().tolist() == list(range(2486, 2496))
     assert ((starts[2486:2496] - 100.0) ** 2 / 100).sum() < 27.9  # 9 degrees of freedom: 0.1 %
-
-
-def test_with_a_full_span_every_row_is_in_as_many_slices_as_any_other():
-    buffer = two_of_five(span=True, truncated_key=None)
-    visits = torch.zeros(10)
-    for _ in range(20):
-        visits += torch.bincount(buffer.sample()["step"], minlength=10)
-    assert ((visits / visits.mean() - 1).abs() < 0.06).all()
-
-
-def test_slices_that_span_the_right_end_are_never_empty():
-    """They used to have no rows at all now and then, and a batch of only such slices failed."""
-    buffer = two_of_five(span=(False, True), truncated_key=None)
-    for _ in range(300):
-        index, info = buffer.sampler.sample(buffer.storage, 3)
-        assert 1 <= index.numel() <= 3
-        assert info["slice_end"].tolist() == [False] * (index.numel() - 1) + [True]
-
-
-def test_slice_samplers_show_what_they_were_built_with():
-    for span, sides in ((True, (True, True)), (2, (2, 2)), ((0, True), (0, True)), ([1, 2], (1, 2))):
-        sampler = SliceSampler(slice_len=3, traj_key=("a", "id"), span=span, strict_length=False, cache_values=True)
-        assert (sampler.slice_len, sampler.num_slices, sampler.traj_key) == (3, None, ("a", "id"))
-        assert (sampler.span, sampler.strict_length, sampler.cache_values) == (sides, False, True)
-        assert (sampler.end_key, sampler.truncated_key) == (None, ("next", "truncated"))
-    assert SliceSampler(num_slices=2, end_key="last", truncated_key=None).end_key == "last"
 
 
 def test_a_span_of_rows_counts_on_both_sides():
@@ -314,7 +272,19 @@ def test_more_slices_than_trajectories_are_refused_with_drop_last():
         sampler.sample(buffer.storage, 6)
 
 
+def test_a_pickled_sampler_reads_the_storage_anew():
+    buffer = two_of_five()
+    buffer.sample()
+    copy = pickle.loads(pickle.dumps(buffer.sampler))
+    for sampler in (buffer.sampler, copy):
+        sampler.set_rng(torch.Generator().manual_seed(5))
+    assert torch.equal(copy.sample(buffer.storage, 9)[0], buffer.sampler.sample(buffer.storage, 9)[0])
+
+
 def test_rows_without_an_entry_that_tells_boundaries_are_refused():
+    flags = holding(TensorDict(end=torch.zeros(5, 2, dtype=torch.bool), batch_size=[5]))
+    with pytest.raises(RuntimeError, match="one value per row"):
+        SliceSampler(slice_len=2, end_key="end").sample(flags.storage, 2)
     buffer = holding(TensorDict(a=torch.arange(5), batch_size=[5]), sampler=SliceSampler(slice_len=2), batch_size=2)
     with pytest.raises(MissingKeyError, match="traj_key or end_key"):
         buffer.sample()
@@ -325,14 +295,6 @@ def test_rows_without_an_entry_that_tells_boundaries_are_refused():
     plain.extend([torch.zeros(2), torch.ones(2)])
     with pytest.raises(MissingKeyError, match="'a'"):
         plain.sample()
-
-
-def test_an_end_has_one_value_per_row():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2, end_key="end"), batch_size=2)
-    buffer.extend(TensorDict(end=torch.zeros(5, 2, dtype=torch.bool), batch_size=[5]))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="one value per row"):
-            buffer.sample()
 
 
 def test_given_boundaries_are_for_rows_that_do_not_change():
@@ -347,3 +309,149 @@ def test_given_boundaries_are_for_rows_that_do_not_change():
     short = SliceSampler(slice_len=2, ends=torch.zeros(4), cache_values=True)
     with pytest.raises(RuntimeError, match="got 4 for 5"):
         short.sample(buffer.storage, 2)
+
+
+# --- once per pass ---
+def test_a_pass_has_one_slice_of_every_trajectory():
+    sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=6)
+    lengths = [2, 5, 3, 1, 4, 2, 7, 3]  # seven have two rows or more
+    buffer.extend(rows([number for number, length in enumerate(lengths) for _ in range(length)]))
+    pieces, orders = set(), set()
+    for _ in range(40):
+        batches = [batch for batch in buffer]
+        assert [len(batch) for batch in batches] == [6, 6, 2]
+        ids = torch.cat([batch["episode"] for batch in batches]).view(-1, 2)
+        assert torch.equal(ids[:, 0], ids[:, 1])
+        assert sorted(ids[:, 0].tolist()) == [0, 1, 2, 4, 5, 6, 7]
+        orders.add(tuple(ids[:, 0].tolist()))
+        pieces |= {tuple(pair) for batch in batches for pair in batch["step"].view(-1, 2).tolist()}
+    assert len(orders) > 30
+    starts = [0, *range(2, 6), *range(7, 9), *range(11, 14), 15, *range(17, 23), *range(24, 26)]
+    assert pieces == {(start, start + 1) for start in starts}
+
+
+# --- by priority ---
+def prioritized(**arguments) -> ReplayBuffer:
+    arguments = {"slice_len": 3, "traj_key": "episode", "truncated_key": None} | arguments
+    return ReplayBuffer(
+        storage=LazyTensorStorage(10),
+        sampler=PrioritizedSliceSampler(10, alpha=1.0, beta=1.0, eps=0.0, **arguments),
+        batch_size=3000,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+@pytest.mark.parametrize("rare", [False, True])
+def test_starts_are_drawn_by_priority_among_the_rows_that_can_be_one(rare):
+    buffer = prioritized()
+    buffer.extend(rows([0] * 5 + [1] * 5))
+    priority = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0, 0.0, 4.0, 2.0, 5.0, 5.0])
+    if rare:  # nearly all of the mass is where no slice begins
+        priority[[3, 4, 8, 9]] = 1e9
+    buffer.update_priority(torch.arange(10), priority)
+    batch, info = buffer.sample(return_info=True)
+    steps = batch["step"].view(-1, 3)
+    assert torch.equal(steps, steps[:, :1] + torch.arange(3))
+    starts = torch.bincount(steps[:, 0], minlength=10)
+    legal = [0, 1, 2, 6, 7]
+    assert starts.sum() == starts[legal].sum() == 1000
+    expected = priority[legal] / priority[legal].sum() * 1000
+    assert ((starts[legal] - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom: 0.1 %
+    weights = info["priority_weight"].view(-1, 3)
+    assert torch.allclose(weights, (1 / priority[steps[:, :1]]).expand(-1, 3))
+
+
+def test_prioritized_slices_may_end_after_their_trajectory_but_not_begin_before_it():
+    with pytest.warns(UserWarning, match="left side"):
+        both_sides = prioritized(span=True)
+    whole = {(0, 1, 2), (1, 2, 3)}
+    for buffer, cut in ((both_sides, {(2, 3), (3,)}), (prioritized(span=(False, 1)), {(2, 3)})):
+        buffer.extend(rows([0] * 4))
+        seen = {tuple(buffer.sampler.sample(buffer.storage, 3)[0].tolist()) for _ in range(200)}
+        assert seen == whole | cut
+
+
+# --- marks ---
+def stored(count: int) -> TensorDict:
+    flags = torch.zeros(count, 1, dtype=torch.bool)
+    done = flags.clone()
+    done[4] = done[-1] = True
+    return TensorDict(
+        step=torch.arange(count),
+        next=TensorDict(done=done, terminated=done.clone(), truncated=flags, batch_size=[count]),
+        batch_size=[count],
+    )
+
+
+def test_the_end_of_every_slice_is_marked_in_the_form_of_the_stored_flags():
+    buffer = holding(stored(10), kind=TensorDictReplayBuffer, sampler=SliceSampler(slice_len=3), batch_size=6)
+    for _ in range(20):
+        batch = buffer.sample()
+        ends = torch.tensor([[False], [False], [True]] * 2)
+        assert torch.equal(batch["next", "truncated"], ends)
+        assert torch.equal(batch["next", "done"], ends)
+        assert torch.equal(batch["next", "terminated"], (batch["step"] % 5 == 4).unsqueeze(1))
+        assert torch.equal(batch["slice_end"], ends.squeeze(1))
+        assert batch["index"].shape == (6,)  # as with any other sampler
+    assert not buffer[:]["next", "truncated"].any()
+
+
+def test_without_a_key_for_truncation_the_flags_are_as_stored():
+    sampler = SliceSampler(slice_len=2, truncated_key=None)
+    buffer = holding(stored(10), kind=TensorDictReplayBuffer, sampler=sampler, batch_size=6)
+    batch, info = buffer.sample(return_info=True)
+    assert set(info) == {"index", "slice_end"}
+    assert torch.equal(batch["next", "done"], (batch["step"] % 5 == 4).unsqueeze(1))
+
+
+def test_rows_that_store_no_flags_get_them():
+    sampler = SliceSampler(slice_len=2, traj_key="episode", truncated_key=("a", "truncated"))
+    buffer = holding(rows([0] * 5), kind=TensorDictReplayBuffer, sampler=sampler, batch_size=4)
+    batch = buffer.sample()
+    assert batch["a", "truncated"].tolist() == batch["a", "done"].tolist() == [[False], [True]] * 2
+    assert not batch["a", "terminated"].any()
+
+
+# --- where boundaries come from ---
+def same_draws(buffers: list[ReplayBuffer]) -> bool:
+    for buffer in buffers:
+        buffer.set_rng(torch.Generator().manual_seed(3))
+    drawn = [[buffer.sample()["step"].tolist() for _ in range(10)] for buffer in buffers]
+    return all(steps == drawn[0] for steps in drawn)
+
+
+def test_ids_ends_and_keys_name_the_same_trajectories():
+    ids = [4, 4, 4, 4, 7, 7, 7, 4, 4, 4]
+    ends = torch.tensor([False] * 3 + [True] + [False] * 2 + [True] + [False] * 3)
+    data = rows(ids, collector=TensorDict(traj_ids=torch.tensor(ids)), next=TensorDict(done=ends.unsqueeze(1)))
+    samplers = [
+        SliceSampler(slice_len=3, traj_key="episode"),
+        SliceSampler(slice_len=3, trajectory_key="episode"),
+        SliceSampler(slice_len=3, end_key=("next", "done")),
+        SliceSampler(slice_len=3, ends=ends, cache_values=True),
+        SliceSampler(slice_len=3, trajectories=torch.tensor(ids), cache_values=True),
+        SliceSampler(num_slices=2, traj_key=("collector", "traj_ids"), cache_values=True, compile=True, use_gpu=True),
+        SliceSampler(num_slices=2),
+    ]
+    buffers = [ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=6) for sampler in samplers]
+    for buffer in buffers:
+        buffer.extend(data)
+    assert same_draws(buffers)
+
+
+def test_a_pass_is_resumed_in_its_middle():
+    def build() -> ReplayBuffer:
+        sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
+        return ReplayBuffer(storage=LazyTensorStorage(50), sampler=sampler, batch_size=4, prefetch=2)
+
+    first, second = build(), build()
+    first.extend(rows([time // 4 for time in range(40)]))
+    for _ in range(2):
+        first.sample()
+    second.load_state_dict(first.state_dict())
+    for _ in range(8):
+        assert first.sample()["step"].tolist() == second.sample()["step"].tolist()
+        assert first.sampler.ran_out == second.sampler.ran_out
+    first.close()
+    second.close()

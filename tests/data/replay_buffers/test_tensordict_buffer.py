@@ -9,13 +9,12 @@ from llmrl.data.replay_buffers import (
     LazyTensorStorage,
     ListStorage,
     RandomSampler,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError
-from tests.support.buffers import holding, rows
+from tests.support.buffers import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* rows were written at once")  # longer than the storage on purpose
 
@@ -51,16 +50,6 @@ def test_a_batch_carries_its_positions_and_the_info_of_the_sampler(storage):
     assert batch["next", "truncated"].shape == (6, 1)
     assert "note" not in batch
     assert buffer["index"].tolist() == list(range(10))
-
-
-def test_the_info_of_the_sampler_is_expanded_to_the_batch():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=Marking(), batch_size=4)
-    buffer.extend(TensorDict(a=torch.arange(5).unsqueeze(1).expand(5, 7), batch_size=[5, 7]))
-    batch = buffer.sample()
-    assert batch.batch_size == (4, 7)
-    for key in ("index", "priority_weight", ("next", "truncated")):
-        assert batch[key].shape[:2] == (4, 7)
-    assert torch.equal(batch["index"], batch["a"])
 
 
 def test_priorities_come_with_the_data_by_default():
@@ -103,22 +92,6 @@ def test_a_list_of_tensordicts_is_written_row_by_row_with_positions_and_prioriti
     assert buffer.write_count == 4
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage, ListStorage])
-def test_rows_that_replace_others_need_not_know_their_positions(storage):
-    buffer = holding(rows(0, 1, 2, 3), storage(4), kind=TensorDictReplayBuffer)
-    buffer[1] = TensorDict(a=torch.tensor(10))
-    buffer[2:] = rows(20, 30)
-    buffer[torch.tensor([3, 0])] = rows(40, 50).set("index", torch.tensor([7, 8]))  # nor say the right ones
-    assert [int(buffer[i]["a"]) for i in range(4)] == [50, 10, 20, 40]
-    assert [int(buffer[i]["index"]) for i in range(4)] == [0, 1, 2, 3]
-    grid = TensorDictReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    grid.extend(TensorDict(a=torch.zeros(2, 3), batch_size=[2, 3]))
-    grid[1, 2] = TensorDict(a=torch.tensor(5.0))
-    grid[0] = TensorDict(a=torch.ones(3), batch_size=[3])
-    assert grid["a"].tolist() == [[1, 1, 1], [0, 0, 5]]
-    assert grid["index"].tolist() == [[[0, 0], [1, 0], [2, 0]], [[0, 1], [1, 1], [2, 1]]]
-
-
 def test_an_allocation_without_positions_takes_writes_and_samples_carry_them():
     allocation = TensorDict(a=torch.zeros(4), batch_size=[4])
     buffer = TensorDictReplayBuffer(storage=TensorStorage(allocation, filled=False), batch_size=8)
@@ -134,15 +107,6 @@ def test_an_allocation_without_positions_takes_writes_and_samples_carry_them():
     buffer.extend(TensorDict(a=torch.arange(6.0).view(3, 2), batch_size=[3, 2]))
     batch = buffer.sample()
     assert torch.equal(batch["a"], batch["index"][:, 0] + 2 * batch["index"][:, 1].float())
-
-
-def test_rows_of_an_allocation_without_positions_are_ranked():
-    storage = TensorStorage(TensorDict(score=torch.zeros(2), batch_size=[2]), filled=False)
-    buffer = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="score"), batch_size=4)
-    buffer.extend(TensorDict(score=torch.tensor([1.0, 3.0, 2.0]), batch_size=[3]))
-    assert buffer["score"].tolist() == [2.0, 3.0]
-    with pytest.raises(DataError, match="unknown key 'other'"):
-        buffer.add(TensorDict(score=torch.tensor(9.0), other=torch.zeros(())))
 
 
 def test_an_entry_is_set_as_a_tensordict_would_set_it():
@@ -181,3 +145,13 @@ def test_only_tensordicts_are_taken():
                 write(data)
     with pytest.raises(TypeError, match="priority_kye"):
         TensorDictReplayBuffer(priority_kye="a")
+
+
+def test_the_info_of_the_sampler_is_expanded_to_the_batch():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=Marking(), batch_size=4)
+    buffer.extend(TensorDict(a=torch.arange(5).unsqueeze(1).expand(5, 7), batch_size=[5, 7]))
+    batch = buffer.sample()
+    assert batch.batch_size == (4, 7)
+    for key in ("index", "priority_weight", ("next", "truncated")):
+        assert batch[key].shape[:2] == (4, 7)
+    assert torch.equal(batch["index"], batch["a"])
