@@ -192,7 +192,8 @@ class ReferenceLogProbs:
     def state_dict(self) -> dict[str, Any]:
         if self._held_out is None:
             return {"values": self.values}
-        return {"values": self.values, "held_out": {"values": self._held_out_values, **self._held_out.state_dict()}}
+        held_out = {"values": self._held_out_values, **self._held_out.record.state_dict()}
+        return {"values": self.values, "held_out": held_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises  DataError if the state has log-probs, but not those of these held-out pairs"""
@@ -203,7 +204,7 @@ class ReferenceLogProbs:
             return
         known = dict(state.get("held_out", {}))
         self._held_out_values = known.pop("values", None)
-        if known != self._held_out.state_dict():
+        if known != self._held_out.record.state_dict():
             raise DataError(
                 f"{self._held_out.source}: a dpo run goes on with the held-out pairs that it began with, because the "
                 f"starting model scored them: it had {known.get('rows', 'none')}, now there are {len(self._held_out)}, "
