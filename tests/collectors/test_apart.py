@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.errors import ConfigError, RolloutError, ShapeError
 from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
 from tests.support.conversations import ROWS, AskAgain, dialogs, length, talks_for
 
@@ -167,21 +165,6 @@ def test_a_rollout_that_keeps_failing_is_a_third_state_and_counted(concurrency):
     assert batch["next", "reward_length"].flatten().isnan().tolist() == [False, True, False]
     assert collector.counters == {"produced": 4, "delivered": 4, "dropped": 0, "conversations": 3, "failed": 1}
     assert batch["history"].full.to_chats()[1][-1]["content"] == "stop"
-
-
-def test_a_failed_rollout_leaves_its_group_and_never_counts_as_zero():
-    said = iter(range(100))
-    policy = ScriptedPolicy(lambda chat: "stop" + "!" * next(said))
-    env = dialogs(fails("q0", 2), num_envs=2, repeats=4, group_repeats=True)  # for all rows, then for one copy alone
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=MCAdvantage(4, scale="none"))
-    collect(env, policy, retries=0, replay_buffer=buffer).next()
-    rows = buffer[:]
-    by_group = {}
-    for group, advantage in zip(rows.get("group_id").tolist(), rows.get("advantage").flatten(1)[:, 0], strict=True):
-        by_group.setdefault(group, []).append(float(advantage))
-    sizes = {group: len(values) for group, values in by_group.items()}
-    assert sorted(sizes.values()) == [3, 4]
-    assert all(abs(sum(values)) < 1e-5 for values in by_group.values()), "each group is centred on those that count"
 
 
 def test_an_env_that_never_answers_is_no_accident():

@@ -14,7 +14,7 @@ from multiprocessing.connection import Client
 import pytest
 import torch
 
-from llmrl.collectors import MultiSyncDataCollector, SyncDataCollector
+from llmrl.collectors import SyncDataCollector
 from llmrl.collectors.distributed import (
     DistributedDataCollector,
     DistributedSyncDataCollector,
@@ -24,30 +24,19 @@ from llmrl.collectors.distributed import (
 )
 from llmrl.collectors.distributed.rendezvous import Address, Rendezvous, connect
 from llmrl.data import LazyTensorStorage, ReplayBuffer
-from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, WorkerError
+from llmrl.errors import ConfigError, UnsupportedError, WorkerError
 from llmrl.weight_update import DistributedWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 from tests.support.counting_env import CountingEnv, Scale
-from tests.support.processes import descendants, is_running, raises_within, wait_until
+from tests.support.processes import is_running, raises_within, wait_until
+from tests.support.worker_collectors import collectors
 
 ENVS = [CountingEnv] * 2
 
 
 @pytest.fixture
 def make():
-    """Collectors that are shut down after the test; it fails where a worker's process is left."""
-    made, started = [], set()
-
-    def build(cls=DistributedDataCollector, envs=ENVS, policy=None, **options):
-        options = {"frames_per_batch": 12, "total_frames": 24, "launcher": "mp", "timeout_s": 60.0, **options}
-        made.append(cls(envs, Scale() if policy is None else policy, **options))
-        workers = [worker.process.pid for worker in made[-1]._pool.workers]
-        started.update(workers, *(dict(descendants(pid)) for pid in workers))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.shutdown()
-    wait_until(lambda: not any(map(is_running, started)), 60)  # a worker's own fork server takes its time
+    with collectors(DistributedDataCollector, launcher="mp") as make:
+        yield make
 
 
 # --- without a worker ---
@@ -59,37 +48,34 @@ def refused(error, match, cls=DistributedDataCollector, envs=ENVS, policy=None, 
         cls(envs, policy or Scale(), **options)
 
 
-def test_arguments_that_cannot_be_used_are_refused_before_a_process_starts(tmp_path):
-    refused(ConfigError, "mpi.*built with MPI.*gloo", backend="mpi")
-    refused(ConfigError, "backend must be 'gloo' or 'nccl': got 'tcp'", backend="tcp")
-    if not torch.cuda.is_available():
-        refused(ConfigError, "nccl.*CUDA device.*gloo", backend="nccl")
-    refused(ConfigError, "launcher must be 'mp'", launcher="ssh")
-    refused(ConfigError, "submitit_delayed_launcher decorates", launcher="submitit_delayed")
-    refused(ConfigError, "settings of launcher='submitit'", slurm_kwargs={"slurm_partition": "x"})
-    refused(ConfigError, "collector_class must be", collector_class="ray")
-    refused(ConfigError, "num_workers_per_collector=2 needs", num_workers_per_collector=2)
-    refused(ConfigError, "at least 1", num_workers_per_collector=0)
-    refused(ConfigError, "one number of workers.*'create_env_fn': 2, 'collector_kwargs': 1", collector_kwargs=[{}])
-    refused(TypeError, "frames_per_bach.*Did you mean 'frames_per_batch'", frames_per_bach=3)
-    refused(TypeError, "tcp_prot.*Did you mean 'tcp_port'", tcp_prot=3)
-    refused(TypeError, "update_interval", DistributedSyncDataCollector, sync=True)
-    refused(ConfigError, "update_interval must be at least 1", DistributedSyncDataCollector, update_interval=0)
-    refused(ConfigError, "one device per worker", RPCDataCollector, visible_devices=["cpu"])
-    refused(ConfigError, "TensorPipeRpcBackendOptions", RPCDataCollector, tensorpipe_options={"threads": 3})
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
-    refused(UnsupportedError, "come in batches: leave it out", replay_buffer=buffer, extend_buffer=False)
-    schemes = {"policy": SharedMemWeightSyncScheme()}
-    refused(ConfigError, "must be a DistributedWeightSyncScheme.*got SharedMem", weight_sync_schemes=schemes)
-    refused(ConfigError, "must be a RPCWeightSyncScheme", RPCDataCollector, weight_sync_schemes=schemes)
-    nested = {"env.transform[0]": DistributedWeightSyncScheme()}
-    refused(ConfigError, "the policy alone", collector_class="sync", weight_sync_schemes=nested)
-    policy = Scale()
-    policy.lock = threading.Lock()
-    refused(ConfigError, "policy must be picklable.*lock.*policy_factory", policy=policy)
-    refused(
-        ConfigError, "submitit executor", launcher="submitit", slurm_kwargs={"folder": tmp_path, "no_such_setting": 1}
-    )
+BUFFER = ReplayBuffer(storage=LazyTensorStorage(10))
+SHARED, NESTED = {"policy": SharedMemWeightSyncScheme()}, {"env.transform[0]": DistributedWeightSyncScheme()}
+REFUSED = [
+    (ConfigError, "mpi.*gloo", {"backend": "mpi"}),
+    (ConfigError, "'gloo' or 'nccl'", {"backend": "tcp"}),
+    (ConfigError, "launcher", {"launcher": "ssh"}),
+    (ConfigError, "submitit_delayed_launcher", {"launcher": "submitit_delayed"}),
+    (ConfigError, "launcher='submitit'", {"slurm_kwargs": {"slurm_partition": "x"}}),
+    (ConfigError, "executor", {"launcher": "submitit", "slurm_kwargs": {"folder": "/tmp", "no_such_setting": 1}}),
+    (ConfigError, "collector_class", {"collector_class": "ray"}),
+    (ConfigError, "num_workers_per_collector=2", {"num_workers_per_collector": 2}),
+    (ConfigError, "at least 1", {"num_workers_per_collector": 0}),
+    (ConfigError, "'collector_kwargs': 1", {"collector_kwargs": [{}]}),
+    (TypeError, "Did you mean 'tcp_port'", {"tcp_prot": 3}),
+    (TypeError, "update_interval", {"cls": DistributedSyncDataCollector, "sync": True}),
+    (ConfigError, "update_interval", {"cls": DistributedSyncDataCollector, "update_interval": 0}),
+    (ConfigError, "one device per worker", {"cls": RPCDataCollector, "visible_devices": ["cpu"]}),
+    (ConfigError, "TensorPipeRpcBackendOptions", {"cls": RPCDataCollector, "tensorpipe_options": {"threads": 3}}),
+    (UnsupportedError, "batches", {"replay_buffer": BUFFER, "extend_buffer": False}),
+    (ConfigError, "must be a DistributedWeightSyncScheme", {"weight_sync_schemes": SHARED}),
+    (ConfigError, "must be a RPCWeightSyncScheme", {"cls": RPCDataCollector, "weight_sync_schemes": SHARED}),
+    (ConfigError, "the policy alone", {"collector_class": "sync", "weight_sync_schemes": NESTED}),
+]
+
+
+@pytest.mark.parametrize(("error", "words", "options"), REFUSED)
+def test_arguments_that_cannot_be_used_are_refused_before_a_process_starts(error, words, options):
+    refused(error, words, **options)
 
 
 def test_the_collector_of_a_delayed_job_is_what_its_launcher_was_told(tmp_path, monkeypatch):
@@ -124,71 +110,16 @@ def test_only_who_has_the_key_is_let_in():
 # --- with workers ---
 
 
-def test_a_batch_has_a_part_of_each_worker_and_weights_come_with_their_version(make):
-    one = make(sync=True, total_frames=60, track_policy_version=True)
-    alone = SyncDataCollector(CountingEnv, Scale(), frames_per_batch=6)
+def test_a_batch_has_a_part_of_each_worker_where_that_is_asked_for(make):
+    one = make(sync=True)
     first = one.next()
     assert (first.batch_size, first.names) == ((2, 6), [None, "time"])
-    expected = alone.next().exclude("collector")
-    assert all((row.exclude("collector", "policy_version") == expected).all() for row in first.unbind(0))
-    assert len(one) == 5
-    for number, weights in enumerate((Scale(2.0), {"scale": torch.tensor(3.0)}), start=1):
-        one.update_policy_weights_(weights)
-        batch = one.next()
-        assert (batch["action"] == number + 1).all()
-        assert (batch["policy_version"] == number).all()
-    for wrong in ({"scale": torch.zeros(2)}, {}):
-        with pytest.raises(WeightSyncError, match="scale"):
-            one.update_policy_weights_(wrong)
-    state, following = one.state_dict(), one.set_seed(7)
-    assert {"worker0", "worker1", "frames", "iter", "version"} <= set(state)
-    assert following == CountingEnv().set_seed(CountingEnv().set_seed(7))
-    assert (one.next()["action"] == 3).all()
-    one.load_state_dict(state)
-    assert len(list(one)) == 2  # three of five were delivered
-    ids = first["collector", "traj_ids"]
-    assert not set(ids[0].tolist()) & set(ids[1].tolist())
-    one.shutdown()
-    assert one.counters["produced"] == one.counters["delivered"] + one.counters["dropped"]
-    with pytest.raises(ConfigError, match="into a replay_buffer: give one"):
+    expected = SyncDataCollector(CountingEnv, Scale(), frames_per_batch=6).next().exclude("collector")
+    assert all((row.exclude("collector") == expected).all() for row in first.unbind(0))
+    one.update_policy_weights_(Scale(2.0))
+    assert (one.next()["action"] == 2).all()
+    with pytest.raises(ConfigError, match="into a replay_buffer"):
         one.start()
-    with pytest.raises(WorkerError, match="shut down"):
-        one.update_policy_weights_()
-
-
-@pytest.mark.parametrize("cls", [DistributedDataCollector, pytest.param(RPCDataCollector, marks=pytest.mark.slow)])
-def test_a_buffer_is_filled_in_the_background_until_the_end_or_a_failure(make, cls):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=12)
-    one = make(cls, total_frames=-1, replay_buffer=buffer, track_policy_version=True)
-    one.start()
-    for number in range(1, 4):
-        one.update_policy_weights_(Scale(float(number)))
-    wait_until(lambda: len(buffer) and buffer[-1]["policy_version"] == 3, 60)
-    rows = buffer[:]
-    assert rows["action"].flatten().equal(1.0 * rows["policy_version"].clamp(min=1))
-    with one.pause():
-        time.sleep(0.3)  # a message that was on its way is not read
-        before = buffer.write_count
-        time.sleep(0.3)
-        assert buffer.write_count == before
-        one.update_policy_weights_(Scale(9.0))
-    wait_until(lambda: buffer.write_count > before, 60)
-    assert one.set_seed(7) == CountingEnv().set_seed(CountingEnv().set_seed(7))
-    assert one.state_dict()["version"] == 4
-    with pytest.raises(ConfigError, match="in the background already: read the replay buffer"):
-        one.next()
-    assert buffer.sample().batch_size == (12,)
-    with pytest.warns(UserWarning, match=r"worker 1 of 2"):
-        kill_and_wait(one)
-    for call in (one.update_policy_weights_, one.async_shutdown):
-        with pytest.raises(WorkerError, match=r"in the background failed: .*worker 1 of 2.*SIGKILL"):
-            call()
-    assert one.counters["delivered"] == buffer.write_count
-
-
-def kill_and_wait(one) -> None:
-    os.kill(one._pool.workers[1].process.pid, signal.SIGKILL)
-    wait_until(lambda: not one.background.is_running, 60)
 
 
 def test_a_buffer_gets_batches_of_all_workers_and_a_start_has_an_end(make):
@@ -236,23 +167,6 @@ def test_batches_come_as_they_are_ready_and_weights_as_often_as_asked(make):
         values += batch["action"].unique().tolist()
         every.policy.scale.data += 1
     assert values == [1.0, 1.0, 3.0, 3.0, 5.0]
-
-
-@pytest.mark.slow
-def test_workers_can_have_processes_of_their_own(make):
-    options = {"collector_class": MultiSyncDataCollector, "num_workers_per_collector": 2, "track_policy_version": True}
-    one = make(sync=True, total_frames=-1, **options)
-    assert one.next().batch_size == (2, 2, 3)
-    one.update_policy_weights_(Scale(4.0))
-    batch = one.next()
-    assert (batch["action"] == 4).all()
-    assert (batch["policy_version"] == 1).all()
-    rows = batch["collector", "traj_ids"].reshape(4, 3).tolist()
-    assert [len({number % 4 for number in row}) for row in rows] == [1] * 4
-    assert len({row[0] % 4 for row in rows}) == 4
-    state = one.state_dict()
-    one.load_state_dict(state)
-    assert (one.next()["action"] == 4).all()
 
 
 @pytest.mark.slow

@@ -173,42 +173,6 @@ def wrapper():
     return LLMWrapperBase(FakeEngine(lambda prompt: next(words), tokenizer=tokenizer), tokenizer=tokenizer)
 
 
-def test_the_last_row_holds_the_stream_that_the_engine_saw_and_only_its_own_tokens_are_trained(wrapper):
-    collector = LLMCollector(dialog_env(2), policy=wrapper, yield_only_last_steps=True)
-    tokenizer = wrapper.tokenizer
-    for _ in range(3):
-        batch = collector.next()
-        seen = wrapper.engine.prompts
-        for row in range(2):
-            full = batch.get(("tokens", "full"), as_list=True)[row]
-            mask = batch.get(("masks", "all_assistant_mask"), as_list=True)[row]
-            log_probs = batch.get(("log_probs", "full"), as_list=True)[row]
-            text = tokenizer.decode(full)
-            words = [m["content"] for m in batch["history"].full.to_chats()[row] if m["role"] == "assistant"]
-            assert tokenizer.decode(full[mask]) == "".join(f"{word}<|im_end|>" for word in words)
-            assert (log_probs != 0).tolist() == mask.tolist()
-            assert text.count("Go on.") == len(words) - 1
-            prompts = [p for p in seen if len(p) < len(full) and torch.equal(full[: len(p)], p)]
-            assert len(prompts) >= len(words)  # every prompt of the conversation is a prefix of the stream
-
-
-def test_new_conversations_beside_old_ones_start_new_streams(wrapper):
-    collector = LLMCollector(dialog_env(2), policy=wrapper, dialog_turns_per_batch=16)
-    batch = collector.next()
-    tokenizer = wrapper.tokenizer
-    for b in range(2):
-        for row in batch[b].unbind(0):
-            text = tokenizer.decode(row["tokens"].full)
-            assert text.startswith(f"<|im_start|>user\n{row['query']}<|im_end|>")
-            assert text.count("<|im_start|>user\nq") == 1
-            assert row["text"].full == text
-            assert row["masks"].all_assistant_mask.sum() == sum(
-                len(tokenizer(m["content"]).input_ids) + 1
-                for m in row["history"].full.to_chats()
-                if m["role"] == "assistant"
-            )
-
-
 # -- buffers, versions, state ------------------------------------------------------------------------------------------
 
 

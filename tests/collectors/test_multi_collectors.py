@@ -1,47 +1,36 @@
-"""Collectors in processes of their own: shapes, order, weights, shared buffers, and what happens when one fails."""
+"""Collectors in processes of this machine: what `test_conformance` does not ask of every kind of workers."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
+import subprocess
+import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from llmrl.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector, aSyncDataCollector
-from llmrl.collectors.distributed import DistributedDataCollector, RPCDataCollector
+from llmrl.collectors.distributed import DistributedDataCollector
 from llmrl.data import LazyTensorStorage, ReplayBuffer
-from llmrl.envs import EnvBase, Transform, TransformedEnv
-from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WeightSyncError, WorkerError
+from llmrl.data.replay_buffers.samplers import SliceSampler
+from llmrl.envs import ParallelEnv, Transform, TransformedEnv
+from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 from tests.support.counting_env import CountingEnv, Scale
-from tests.support.processes import raises_within, wait_until
+from tests.support.processes import wait_until
+from tests.support.worker_collectors import collectors
 
 MULTI = [MultiSyncDataCollector, MultiaSyncDataCollector]
-REMOTE = (DistributedDataCollector, RPCDataCollector)
-ALL = [*MULTI, *(pytest.param(cls, marks=pytest.mark.slow) for cls in REMOTE)]
 
 
 @pytest.fixture
 def make():
-    """Collectors that are shut down after the test; it fails where a process is left."""
-    made = []
-
-    def build(cls=MultiSyncDataCollector, envs=2, policy=None, **options):
-        envs = [CountingEnv] * envs if isinstance(envs, int) else envs
-        options = {"frames_per_batch": 12, "total_frames": 24, "timeout_s": 60.0, **options}
-        options |= {"launcher": "mp"} if cls in REMOTE else {}
-        made.append(cls(envs, None if "policy_factory" in options else policy or Scale(), **options))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.shutdown()
-    assert not [process for process in multiprocessing.active_children() if "llmrl" in process.name]
+    with collectors(MultiSyncDataCollector) as make:
+        yield make
 
 
 def shared_buffer() -> ReplayBuffer:
@@ -68,28 +57,6 @@ def test_the_table_of_batch_sizes(make, batch_size):
         assert batch["collector", "traj_ids"].numel() == frames
     one = SyncDataCollector(envs[0], Scale(), frames_per_batch=frames)
     assert one.next().batch_size == make(MultiaSyncDataCollector, envs).next().batch_size == (*batch_size, steps)
-
-
-def test_a_part_of_each_worker_is_what_one_collector_collects(make):
-    both = make()
-    alone = SyncDataCollector(CountingEnv, Scale(), frames_per_batch=6, total_frames=12)
-    for batch, part in zip(both, alone, strict=True):
-        for row in batch.unbind(0):
-            assert (row.exclude("collector") == part.exclude("collector")).all()
-    assert both.counters == {"produced": 24, "delivered": 24, "dropped": 0}
-    assert len(both) == 2
-
-
-@pytest.mark.parametrize("cls", MULTI)
-def test_trajectories_have_ids_of_their_own_in_every_worker(make, cls):
-    seen: dict[int, list[float]] = {}
-    for batch in make(cls, total_frames=48, frames_per_batch=12):
-        rows = batch.unbind(0) if batch.batch_dims == 2 else [batch]
-        for row in rows:
-            for number, count in zip(row["collector", "traj_ids"].tolist(), row["observation"].flatten(), strict=True):
-                seen.setdefault(number, []).append(int(count))
-    assert all(counts == [0, 1, 2, 3][: len(counts)] for counts in seen.values())
-    assert sum(map(len, seen.values())) == 48
 
 
 def test_batches_stay_as_they_are_and_are_finished_in_this_process(make):
@@ -183,28 +150,11 @@ def test_a_large_request_and_the_memory_for_batches_reach_a_worker_one_after_the
     assert one.next().batch_size == (4,)
 
 
-@pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme(), MultiProcessWeightSyncScheme()])
-def test_weights_reach_all_workers_with_their_version(make, scheme):
-    schemes = {} if scheme is None else {"weight_sync_schemes": {"policy": scheme}}
+def test_weights_come_by_another_scheme_at_each_batch_or_never(make):
     policy = Scale()
-    one = make(policy=policy, total_frames=60, track_policy_version=True, **schemes)
-    assert (one.next()["action"] == 1).all()
-    for number, weights in enumerate((Scale(2.0), {"scale": torch.tensor(3.0)}), start=1):
-        one.update_policy_weights_(weights)
-        batch = one.next()
-        assert (batch["action"] == number + 1).all()
-        assert (batch["policy_version"] == number).all()
-    policy.scale.data.fill_(4)
-    one.update_policy_weights_()
-    assert (one.next()["action"] == 4).all()
-    with pytest.raises(WeightSyncError, match="scale"):
-        one.update_policy_weights_({"scale": torch.zeros(2)})
-    assert (one.next()["action"] == 4).all()
-    assert one.policy_version == 3
-
-
-def test_weights_can_be_pushed_at_each_batch_or_never(make):
-    policy = Scale()
+    piped = make(policy=policy, weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()})
+    piped.update_policy_weights_(Scale(2.0))
+    assert (piped.next()["action"] == 2).all()
     one = make(policy=policy, update_at_each_batch=True)
     one.next()
     policy.scale.data.fill_(5)
@@ -242,63 +192,27 @@ def test_models_in_the_env_are_found_by_their_path(make):
         one.update_policy_weights_(actor, model_id=path, worker_ids=[0, 2, -1])
 
 
-def test_asynchronous_rows_carry_the_version_that_made_them(make):
-    one = make(
-        MultiaSyncDataCollector,
-        [lambda: CountingEnv(1000, cost_s=0.001)] * 2,
-        total_frames=-1,
-        frames_per_batch=40,
-        track_policy_version=True,
-    )
-    seen, end = set(), time.monotonic() + 60
-    while len(seen) < 4:  # a batch may have been collected long before it is taken
-        assert time.monotonic() < end, seen
-        one.update_policy_weights_({"scale": torch.tensor(float(one.policy_version) + 2)})
-        batch = one.next()
-        assert (batch["action"].flatten() == batch["policy_version"] + 1).all()
-        seen |= set(batch["policy_version"].tolist())
+# --- seeds, factories ---
 
 
-# --- seeds, state, factories ---
-
-
-def test_seeds_are_derived_per_worker_and_repeat(make):
+def test_actions_of_a_seed_repeat_and_differ_between_workers():
     def actions():
         one = MultiSyncDataCollector([CountingEnv] * 2, frames_per_batch=12)
-        following = one.set_seed(7)
+        one.set_seed(7)
         batch = one.next()
         one.shutdown()
-        return following, batch["action"].squeeze(-1)
+        return batch["action"].squeeze(-1)
 
-    following, first = actions()
-    assert following == seed_after(2, 7)
-    assert torch.equal(first, actions()[1])
+    first = actions()
+    assert torch.equal(first, actions())
     assert not torch.equal(first[0], first[1])
 
 
-def seed_after(count: int, seed: int) -> int:
-    for _ in range(count):
-        seed = CountingEnv().set_seed(seed)
-    return seed
-
-
-def test_a_state_has_one_entry_per_worker_and_is_gone_on_from(make):
-    one = make(total_frames=48)
-    one.next()
-    one.update_policy_weights_(Scale(2.0))
-    state = one.state_dict()
-    assert {"worker0", "worker1", "frames", "iter"} <= set(state)
-    other = make(total_frames=48)
-    other.load_state_dict(state)
-    batches = list(other)
-    assert len(batches) == 3
-    assert (batches[0]["action"] == 2).all()
-    assert batches[0]["collector", "traj_ids"].min() == 4
-
-
-@pytest.mark.parametrize("cls", [MultiSyncDataCollector, DistributedDataCollector])
-def test_a_policy_can_be_made_in_the_workers_which_keep_it_where_they_refuse_weights(make, cls):
-    one = make(cls, policy_factory=lambda: Scale(6.0), total_frames=-1)
+@pytest.mark.parametrize(
+    ("cls", "options"), [(MultiSyncDataCollector, {}), (DistributedDataCollector, {"launcher": "mp"})]
+)
+def test_a_policy_can_be_made_in_the_workers_which_keep_it_where_they_refuse_weights(make, cls, options):
+    one = make(cls, policy_factory=lambda: Scale(6.0), total_frames=-1, **options)
     assert (one.next()["action"] == 6).all()
     one.update_policy_weights_(Scale(7.0))
     wait_until(lambda: (one.next()["action"] == 7).all())
@@ -321,34 +235,6 @@ def test_workers_write_into_the_buffer_themselves(make, cls):
     assert rows[:]["collector", "traj_ids"].bincount().sum() == 24
 
 
-@pytest.mark.parametrize("cls", MULTI)
-def test_workers_fill_the_buffer_until_they_are_shut_down_and_in_a_pause_answer_and_take_weights(make, cls):
-    rows = shared_buffer()
-    one = make(cls, [lambda: CountingEnv(cost_s=0.001)] * 2, replay_buffer=rows, total_frames=-1)
-    one.start()
-    wait_until(lambda: len(rows) > 60)
-    with one.pause(), one.pause():
-        count = one.counters["produced"]
-        time.sleep(0.05)
-        assert one.counters["produced"] == count
-        for scale in (2.0, 3.0):
-            one.update_policy_weights_(Scale(scale))
-        state = one.state_dict()
-        assert one.set_seed(7) == seed_after(2, 7)
-    assert {"worker0", "worker1"} <= set(state)
-    wait_until(lambda: len(rows) > count + 60)
-    count = one.counters["produced"]
-    one.update_policy_weights_(Scale(-1.0))
-    wait_until(lambda: len(rows) > count + 60)
-    one.async_shutdown()
-    counts = one.counters
-    assert counts["delivered"] == rows.write_count
-    assert counts["produced"] == counts["delivered"] + counts["dropped"]
-    assert set(rows[:]["action"].flatten().tolist()) == {1.0, 3.0, -1.0}
-    with pytest.raises(WorkerError, match="shut down"):
-        one.update_policy_weights_()
-
-
 def test_two_collectors_fill_one_buffer_with_whole_rows(make):
     rows = shared_buffer()
     both = [make(cls, replay_buffer=rows, total_frames=240) for cls in MULTI]
@@ -358,73 +244,7 @@ def test_two_collectors_fill_one_buffer_with_whole_rows(make):
     assert (rows[:]["next", "reward"] == rows[:]["next", "observation"] + 1).all()
 
 
-def test_a_buffer_that_is_not_shared_is_refused(make):
-    with pytest.raises(RuntimeError, match="share"):
-        make(replay_buffer=ReplayBuffer(storage=LazyTensorStorage(100)))
-
-
-# --- what fails ---
-
-
-def failing(fault: str, at: int = 5):
-    return [lambda: CountingEnv(10), lambda: CountingEnv(10, fault=fault, at=at)]
-
-
-@pytest.mark.parametrize("cls", ALL)
-@pytest.mark.parametrize("at", [0, 5])
-def test_what_an_env_raises_is_raised_here_with_worker_and_traceback(make, cls, at):
-    one = make(cls, failing("raise", at), total_frames=-1)
-    with raises_within(50, WorkerError, rf"worker 1 of 2.*ValueError: the env failed at {at}") as caught:
-        [one.next() for _ in range(10**6)]  # the other worker goes on
-    assert "counting_env.py" in str(caught.value)
-    for call in (one.next, one.update_policy_weights_, one.state_dict):
-        with pytest.raises(WorkerError, match="worker 1 of 2"):
-            call()
-
-
-@pytest.mark.parametrize(
-    "cls", [*MULTI, DistributedDataCollector, pytest.param(RPCDataCollector, marks=pytest.mark.slow)]
-)
-def test_a_killed_worker_is_named(make, cls):
-    one = make(cls, failing("kill"), total_frames=-1)
-    with pytest.raises(WorkerError, match=r"worker 1 of 2.*was killed by SIGKILL"):
-        wait_until(lambda: one.next() is None)  # the other worker may be first, and its batches are handed out
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_an_env_that_never_returns_is_named(make, cls):
-    one = make(cls, failing("hang"), timeout_s=4.0, total_frames=-1)
-    with raises_within(50, DeadlineError, r"worker 1 of 2.*nothing for 4 s.*timeout_s"):
-        [one.next() for _ in range(10**6)]  # the other worker goes on
-
-
-def test_a_worker_killed_while_it_writes_leaves_whole_rows_and_is_reported(make):
-    rows = shared_buffer()
-    one = make(replay_buffer=rows, total_frames=-1, envs=[lambda: CountingEnv(1000)] * 2)
-    one.start()
-    wait_until(lambda: len(rows) > 100)
-    with pytest.warns(UserWarning, match="worker 0 of 2.*has ended"):
-        kill_and_wait(one)
-    with pytest.raises(WorkerError, match=r"worker 0 of 2.*SIGKILL"):
-        one.async_shutdown()
-    content = rows[:]
-    assert (content["next", "reward"] == content["next", "observation"] + 1).all()
-    rows.extend(content[:4])  # the lock is free
-
-
-def kill_and_wait(one) -> None:
-    watchers = [thread for thread in threading.enumerate() if thread.name == "llmrl-collector-watch"]
-    os.kill(one._pool.workers[0].process.pid, signal.SIGKILL)
-    watchers[-1].join(60)  # the latest; one of an earlier collector may still be ending
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_a_constructor_that_fails_is_named(make, cls):
-    def broken() -> EnvBase:
-        raise OSError("no display")
-
-    with pytest.raises(WorkerError, match=r"worker 1 of 2.*OSError: no display"):
-        make(cls, [CountingEnv, broken])
+# --- what is refused ---
 
 
 def test_specs_that_differ_are_named_where_batches_are_joined(make):
@@ -434,19 +254,66 @@ def test_specs_that_differ_are_named_where_batches_are_joined(make):
     assert sizes <= {(12,), (3, 4)}
 
 
-def test_what_cannot_be_sent_is_named(make):
-    policy = Scale()
-    policy.lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"policy must be picklable.*lock.*policy_factory"):
-        make(policy=policy)
-    lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"create_env_fn\[1\] must be picklable"):
-        make(envs=[CountingEnv, lambda: CountingEnv(lock)])
-    with pytest.raises(TypeError, match=r"cat_result.*Did you mean 'cat_results'"):
-        make(cat_result=0)
-    with pytest.raises(ConfigError, match="cat_results"):
-        make(cat_results=1)
-    with pytest.raises(UnsupportedError, match="interruptor"):
-        make(interruptor=type("I", (), {"collection_stopped": lambda self: False})())
-    with pytest.raises(ConfigError, match=r"one number of workers.*'create_env_fn': 2, 'num_workers': 3"):
-        make(num_workers=3)
+REFUSED = [
+    ({"envs": [CountingEnv, partial(CountingEnv, threading.Lock())]}, ConfigError, r"create_env_fn\[1\] .*picklable"),
+    ({"cat_result": 0}, TypeError, "Did you mean 'cat_results'"),
+    ({"cat_results": 1}, ConfigError, "cat_results"),
+    ({"preemptive_threshold": 2}, ConfigError, "preemptive_threshold"),
+    ({"num_workers": 3}, ConfigError, "'create_env_fn': 2, 'num_workers': 3"),
+    ({"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100))}, RuntimeError, "share"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), REFUSED)
+def test_arguments_that_cannot_be_used_are_refused(make, options, error, words):
+    with pytest.raises(error, match=words):
+        make(**options)
+
+
+# --- as users write it ---
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_slices_of_a_buffer_of_what_workers_collect_are_steps_of_one_trajectory(make, batched):
+    envs = [ParallelEnv(2, CountingEnv, mp_start_method="forkserver")] * 2 if batched else 2  # each worker has a copy
+    one = make(envs=envs, frames_per_batch=96, total_frames=192, cat_results="stack")
+    shape = (2, 2, 48) if batched else (2, 96)
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(1000, ndim=len(shape)),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
+    for batch in one:
+        memory.extend(batch)
+    if batched:
+        envs[0].close()
+    sample = memory.sample(16)
+    ids = sample["collector", "traj_ids"].reshape(4, 4)
+    assert (ids == ids[:, :1]).all()
+    assert (sample["observation"].reshape(4, 4).diff() == 1).all()
+    assert memory[:].batch_size == shape
+
+
+SCRIPT = """
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from llmrl.collectors import MultiSyncDataCollector
+from llmrl.envs import GymEnv
+
+policy = TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
+make_env = lambda: GymEnv("CartPole-v1")
+collector = MultiSyncDataCollector([make_env] * 3, policy, frames_per_batch=192, total_frames=1920)
+sizes = set()
+for data in collector:
+    sizes.add(tuple(data.batch_size))
+    collector.update_policy_weights_(TensorDict.from_module(policy))
+collector.shutdown()
+print(sizes, collector.counters, collector.policy_version)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_guard_around_its_main_part(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=400)
+    assert done.stdout == "{(3, 64)} {'produced': 1920, 'delivered': 1920, 'dropped': 0} 10\n", done.stderr

@@ -404,18 +404,6 @@ def test_a_failure_in_the_thread_is_raised_by_the_next_call():
     assert one.counters == {"produced": 4, "delivered": 0, "dropped": 4}
 
 
-def test_two_collectors_fill_one_buffer():
-    rows = buffer()
-    both = [collector(CountingEnv(), replay_buffer=rows, total_frames=60) for _ in range(2)]
-    for one in both:
-        one.start()
-    wait_until(lambda: sum(one.counters["delivered"] for one in both) == 120)
-    for one in both:
-        one.async_shutdown()
-    assert len(rows) == 120
-    assert rows[:]["collector", "traj_ids"].bincount().tolist() == [8] * 15
-
-
 def start_and_fail(one: SyncDataCollector) -> None:
     one.start()
     wait_until(lambda: not one.background.is_running)

@@ -136,14 +136,6 @@ def test_every_drawn_token_is_trained_once_whatever_the_form_of_the_rows(form, a
     assert [*counts, count_step(batch).tokens] == [drawn] * 5
 
 
-def test_rows_that_went_through_a_buffer_train_each_drawn_token_once():
-    buffer = ReplayBuffer(storage=LazyStackStorage(6), sampler=SamplerWithoutReplacement(), batch_size=6)
-    collector, policy = dialogs(["one", "two", "six"], **FORMS["flat turns"], replay_buffer=buffer)
-    collector.next()
-    drawn = sum(len(response) for _, response, _ in policy.engine.drawn)
-    assert GRPOLoss(nn.Identity(), masking_strategy="rlhf").count_step(buffer.sample()).tokens == drawn
-
-
 def tokens_of_rows(batch):
     return [count_step(row).tokens for row in batch.split(1)]
 
