@@ -13,6 +13,7 @@ from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.objectives.llm.algorithm import Algorithm, LogProbWriter
 from llmrl.train.adapter_files import start_adapter
+from llmrl.train.critic import Critic
 from llmrl.train.distributed import Session
 from llmrl.train.lora import ReferenceAtStart
 from llmrl.train.models import load_model
@@ -42,6 +43,10 @@ class RunContext:
     def make_updater(self, scorer: TokenScorer, optim: OptimSettings) -> Updater:
         settings = self.config.model_copy(update={"optim": optim})
         return Updater(self.session, scorer, settings, steps=self.config.steps)
+
+    def load_critic(self, name: Any, optim: OptimSettings) -> Critic:
+        source = self.run.origin if name is None else name
+        return Critic(source, optim, self.config, self.tokenizer, self.session, self.run.runs)
 
     def make_reference(self) -> LogProbWriter:
         """Scores with the actor without its adapters, or with those that it started from; or with a frozen copy of the

@@ -21,6 +21,7 @@ from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.lora import num_trained, saved_modules
 from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
+from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.row_lengths import RowLengths
@@ -97,8 +98,10 @@ def plan_memory(
     trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
     held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
     grpo = config if isinstance(config, GRPOConfig) else None
-    state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]  # moment bytes per weight byte
-    stays = {"weights": held, "optimizer": state * trained / parts}
+    moments = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}  # moment bytes per weight byte
+    stays = {"weights": held, "optimizer": moments[config.optim.name] * trained / parts}
+    if isinstance(config, PPOConfig):  # counted as large as the policy; they are never trained at the same time
+        stays["critic"] = held + moments[config.ppo.critic_optim.name] * trained / parts
     if grpo and grpo.grpo.kl and not config.lora:  # with lora the reference is the model without its adapters
         stays["reference"] = whole / ranks
     elif grpo and grpo.grpo.kl and start_adapter(config.model):  # those it began with, and a copy of its own
@@ -107,7 +110,7 @@ def plan_memory(
     if sharded and config.memory.offload == "parameters" and capacity is not None:
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
     if num_gpus > 1 and not sharded:
-        stays["DDP's buckets"] = trained
+        stays["DDP's buckets"] = trained * (2 if isinstance(config, PPOConfig) else 1)
     rollout = grpo.rollout if grpo else RolloutSettings()
     # Transformers samples with the trainer's weights, and frees its cache after each batch.
     sleeps = rollout.engine != "vllm" or (rollout.sleep is not False and not rollout.max_staleness)

@@ -278,10 +278,10 @@ def _draw(model: PreTrainedModel, names: list[str]) -> None:
     for name in names:
         own = model.get_parameter(name)
         value = torch.empty(own.shape).normal_(std=model.config.initializer_range, generator=generator)
-        _fill(own, value.to(own.dtype))
+        fill_weight(own, value.to(own.dtype))
 
 
-def _fill(own: torch.Tensor, value: torch.Tensor) -> None:
+def fill_weight(own: torch.Tensor, value: torch.Tensor) -> None:
     """Copies the whole ``value`` into a weight; for a sharded weight, this rank's part of it (a collective)."""
     if isinstance(own, DTensor):
         value = distribute_tensor(value.to(own.device_mesh.device_type), own.device_mesh, own.placements)
@@ -316,7 +316,7 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
         value = value.detach().to(session.device)
         if not isinstance(own, DTensor):
             dist.broadcast(value, 0)
-        _fill(own, value)
+        fill_weight(own, value)
     return model
 
 

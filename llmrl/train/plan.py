@@ -15,6 +15,7 @@ from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.console.numbers import counted
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
+from llmrl.train.critic import check_critic
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
@@ -24,6 +25,7 @@ from llmrl.train.memory import memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import check_rows, load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
+from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 from llmrl.train.tasks import Task, eval_rows, training_rows
@@ -210,6 +212,8 @@ def prepare_grpo(
     lengths = RowLengths(tuple(length + most for length in tokens), alike=config.group_size)
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
+    if isinstance(config, PPOConfig):
+        check_critic(config, empty, task.processor, runs=runs)
     context = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.env.max_conversation_tokens, context) if limit is not None]
     lengths = replace(lengths, lengths=tuple(min(length, *limits) if limits else length for length in lengths.lengths))
@@ -275,7 +279,7 @@ def _grpo_plan(
         ("sampling", _sampling(config)),
         *_engine(config, prepared.engine),
         *([("algorithm", _named(config.algorithm))] if config.algorithm else []),
-        (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
+        (config.SECTION or f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
         ("", f"{'KL':<12}{words['kl']}"),

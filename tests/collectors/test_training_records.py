@@ -68,6 +68,10 @@ def test_each_record_is_a_row_and_those_of_a_conversation_are_adjacent():
     ]
     returns = [len("one" + "stop"), 0, 0, len(THINKING + "two" + THINKING + "three" + "four")]
     assert batch["next", "reward"].flatten().tolist() == returns
+    rewards, end = column(batch, "tokens", "rewards"), TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    assert [row[row != 0].tolist() for row in rewards] == [[3, 4], [len(THINKING) + 3], [len(THINKING) + 5], [4]]
+    for row, row_ids, mask in zip(rewards, ids, masks, strict=True):
+        assert torch.equal(row != 0, mask & (row_ids == end)), "what a turn earned is at its last token"
     assert collector.counters == {"produced": 5, "delivered": 5, "dropped": 0, "conversations": 2, "failed": 0}
     assert policy.counters == {"rewritten": 2}
     assert batch["new_record"].tolist() == [False, True, True, True]

@@ -8,7 +8,9 @@ from tensordict import TensorDict, lazy_stack
 from torch import nn
 
 from llmrl.errors import ConfigError, DataError
-from llmrl.objectives.llm.ppo import ValueLoss, gae, token_values, value_loss
+from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.containers import Masks, Tokens
+from llmrl.objectives.llm.ppo import ValueLoss, conversation_advantages, gae, scored_rows, token_values, value_loss
 from tests.support.losses import assert_same_step, conversation, run_step
 
 number = st.floats(-3, 3, width=32)
@@ -72,6 +74,48 @@ def test_without_discount_the_advantage_is_the_return_minus_the_value():
     assert gae(value, reward, mask, lam=0.0).tolist() == [[0, 2 - 1, 0.5 + 3 - 2, 0, 0, 4 - 3, 1 - 4]]
     # A conversation that was cut off goes on with the last value that is known, here 4.
     assert gae(value, reward, mask, lam=0.0, last_value_B=torch.tensor([4.0])).tolist()[0][-1] == 1 + 4 - 4
+
+
+def rollouts(*rows):
+    """Rows of (trained, value, reward) per token and done, cut off; each reward is also in the row's sum."""
+    columns = [torch.tensor(tokens).unbind(-1) for tokens, _, _ in rows]
+    masks, values, rewards = ([row[at].float() for row in columns] for at in range(3))
+    reward = torch.stack([row.sum() for row in rewards]).view(-1, 1, 1)
+    after = {"done": torch.tensor([[done] for _, done, _ in rows]), "reward": reward}
+    batch = TensorDict(
+        tokens=Tokens.from_rows({"full": [torch.arange(len(mask)) for mask in masks], "rewards": rewards}),
+        masks=Masks.from_rows({"all_assistant_mask": [mask.bool() for mask in masks]}),
+        stop_reason=torch.tensor([StopReason.LENGTH if cut else StopReason.EOS for _, _, cut in rows]),
+        next=TensorDict(after, batch_size=[len(rows)]),
+        batch_size=[len(rows)],
+    )
+    return batch, values
+
+
+def test_a_conversation_is_one_sequence_of_trained_tokens_whatever_rows_hold_it():
+    first = [(False, 9.0, 0.0), (True, 1.0, 0.0), (True, 2.0, 0.0), (False, 9.0, 0.5)]  # its reward is that of the 2
+    second = [(False, 9.0, 0.0), (True, 3.0, 0.0), (True, 4.0, 1.0)]
+    earned = [first[0], first[1], (True, 2.0, 0.5), (False, 9.0, 0.0)]
+    for bootstrap in (False, True):
+        expected = by_hand(earned + second, 0.9, 0.8, 4.0 * bootstrap)
+        for rows in ([(first + second, True, True)], [(first, False, False), (second, True, True)]):
+            batch, values = rollouts(([(False, 0.0, 0.0), (True, 0.5, 1.0)], True, False), *rows)
+            batch = conversation_advantages(batch, values, gamma=0.9, lam=0.8, bootstrap=bootstrap)
+            got = batch.get(("advantages", "full"), as_list=True)
+            assert got[0].tolist() == [0, 0.5], "another conversation, before it"
+            torch.testing.assert_close(torch.cat(got[1:]), torch.tensor(expected))
+            returns = torch.cat(batch.get(("returns", "full"), as_list=True)[1:])
+            trained = torch.tensor(expected) != 0
+            torch.testing.assert_close(returns, (torch.tensor(expected) + torch.cat(values[1:])) * trained)
+
+
+def test_a_failed_conversation_is_left_out_with_all_its_rows():
+    row = [(True, 0.0, 0.0), (True, 0.0, 1.0)]
+    batch, _ = rollouts((row, False, False), (row, True, False), (row, True, False))
+    assert scored_rows(batch) is batch
+    batch["next", "reward"][1] = torch.nan
+    assert scored_rows(batch)["next", "done"].tolist() == [[True]]
+    assert scored_rows(batch[:2]) is None
 
 
 def definition(value, old, target, clip):

@@ -52,7 +52,9 @@ GRPO = {
     "optim": {"lr": 1e-2, "warmup": 1},
     "samples": 1,
 }
-BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO}
+CRITIC = {"critic_optim": {"lr": 1e-2}, "critic_warmup": 1, "gamma": 0.99, "lam": 0.9}
+PPO = {**GRPO, "prompts_per_step": 14, "group_size": 1, "ppo": CRITIC}
+BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO, "ppo": PPO}
 VOWELS = """
 def share(completion, answer):
     return sum(letter in "aeiou" for letter in completion) / 10
@@ -75,7 +77,7 @@ class Workplace:
     def train(
         self, command: str, name: str, *overrides: str, code: int = 0, words: Sequence[str] = (), **changes: Any
     ) -> Result:
-        """A run ``name`` of `SFT`, `DPO`, `REWARD` or `GRPO` with ``changes``."""
+        """A run ``name`` of `SFT`, `DPO`, `REWARD`, `GRPO` or `PPO` with ``changes``."""
         recipe = self.recipe(name, command, **changes)
         return self.run(command, recipe, *overrides, "--name", name, code=code, words=words)
 

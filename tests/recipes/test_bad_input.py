@@ -55,6 +55,8 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("grpo", {"group_size": "many"}, ["group_size"]),
         ("grpo", {"optim": {"lr": -1.0}}, ["optim.lr"]),
         ("grpo", {"max_failed": 1.5}, ["max_failed"]),
+        ("ppo", {"ppo": {"critic_warmup": 3}}, ["ppo.critic_warmup must leave steps", "got 3 of 3"]),
+        ("ppo", {"parallel": {"context": 2}}, ["a critic reads whole sequences"]),
         ("sft", {"stop": {"at_least": 0.5}}, ["stop needs env"]),
         ("sft", {"eval": {"every": 2}}, ["eval.every needs eval.dataset"]),
         ("dpo", {"eval": {"dataset": "held.jsonl", "every": -1}}, ["eval.every"]),
@@ -125,6 +127,20 @@ ENABLE_LORA = ("rollout.engine=vllm", "rollout.options={enable_lora: true}")
 )
 def test_settings_that_exclude_each_other_are_errors_of_the_plan(place, command, overrides, words):
     place.plan(command, *overrides, code=2, words=words)
+
+
+def test_a_critic_must_have_the_tokenizer_of_the_policy(place):
+    tokenizer = tiny_tokenizer()
+    place.plan("ppo", f"ppo.critic={save_critic(tokenizer)}", words=["critic: critic, lr 0.01"])
+    tokenizer.add_tokens(["<more>"])
+    words = ["ppo.critic: must have the policy's tokenizer: got critic", "'<more>'"]
+    place.plan("ppo", f"ppo.critic={save_critic(tokenizer)}", code=2, words=words)
+
+
+def save_critic(tokenizer):
+    tiny_model(tokenizer).save_pretrained("critic")
+    tokenizer.save_pretrained("critic")
+    return "critic"
 
 
 def test_a_reward_must_find_its_columns_in_the_dataset(place):

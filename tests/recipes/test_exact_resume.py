@@ -46,15 +46,19 @@ def resume_at_step_2(place, steps, **compared):
         ("grpo", {"algorithm": "tests.support.twins:Twins", "grpo": {"kl": 0.5}, "updates_per_step": 2}),
         ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),
         ("grpo", {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"}),
+        ("ppo", {"updates_per_step": 2, "env": {"max_turns": 2}}),
+        ("ppo", {"model": "untied", "ppo": {"critic_warmup": 3, "critic": "tied"}}),  # cut while the critic warms up
+        ("ppo", {"lora": {"r": 2}}),
     ],
 )
 def test_training_is_resumed_exactly(place, command, changes):
     changes = {"model": "tied"} | changes
     kinds = {"tied": {}, "untied": {"tied": False}, "gpt2": {"architecture": "gpt2"}}
-    save_tiny(changes["model"], **kinds[changes["model"]])
+    for name in {changes["model"], changes.get("ppo", {}).get("critic", changes["model"])}:
+        save_tiny(name, **kinds[name])
     place.train(command, "straight", steps=5, optim=OPTIM, checkpoint={"every": 2, "keep": 5}, **changes)
     resume_at_step_2(place, 5)
-    if command == "grpo":
+    if command in ("grpo", "ppo"):
         place.same_rollouts("straight", "cut", 5)
 
 

@@ -32,6 +32,7 @@ from llmrl.train.memory import (
 )
 from llmrl.train.model_shape import model_shape
 from llmrl.train.optimizers import OffloadedAdamW, make_optimizer
+from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
@@ -171,6 +172,8 @@ def test_the_parts_of_the_plan_are_those_of_mixed_precision_training():
     assert plan_memory(light, shape, num_gpus=8, low_precision=True).training["optimizer"] == shape.parameters / 4
     reference = plan_memory(grpo(grpo={"kl": 0.1}), shape, num_gpus=1, low_precision=True).training
     assert reference["reference"] == 4 * shape.parameters
+    ppo = PPOConfig(model="m", env={"name": "gsm8k"}, ppo={"critic_optim": {"name": "adamw_8bit"}})
+    assert plan_memory(ppo, shape, num_gpus=1, low_precision=True).training["critic"] == (4 + 2) * shape.parameters
 
 
 def test_the_plan_counts_the_tokens_of_the_data_and_not_those_that_the_settings_allow():

@@ -61,9 +61,20 @@ def test_grpo_on_two_processes_has_the_numbers_of_one(place, algorithm, layout):
     resume_without(place, 4)
 
 
-def test_a_run_can_be_resumed_with_another_number_of_processes(place):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ppo_on_two_processes_has_the_numbers_of_one(place, layout):
+    changes = {"steps": 4, "optim": OPTIM, "grpo": {"kl": 0.1}, "tokens_per_microbatch": 150}
+    place.train_as_one_and_as_ranks("ppo", f"parallel.mode={layout}", step=4, checkpoint={"every": 2}, **changes)
+    rows = place.metrics("two")
+    assert all("critic/explained_var" in row for row in rows)
+    assert ["policy/loss" in row for row in rows] == [False, True, True, True], "the first step is the critic's alone"
+    resume_without(place, 4)
+
+
+@pytest.mark.parametrize("command", ["grpo", "ppo"])
+def test_a_run_can_be_resumed_with_another_number_of_processes(place, command):
     save_tiny("tied")
-    place.train("grpo", "one", steps=5, model="tied", optim=OPTIM, checkpoint={"every": 2, "keep": 5})
+    place.train(command, "one", steps=5, model="tied", optim=OPTIM, checkpoint={"every": 2, "keep": 5})
     place.cut_back("one", "two", to=2)
     place.ranks("resume", "two", "parallel.mode=fsdp2")
     place.same("one", "two", tolerance=1e-5, step=5)

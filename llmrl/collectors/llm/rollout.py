@@ -24,7 +24,7 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, ShapeError, caused_by
 from llmrl.loading import user_traceback
-from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
+from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record, set_field
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 _FAILED = "_failed_rollout"
@@ -69,7 +69,7 @@ class TurnLog:
         """The turns of finished conversations, one conversation after another; None if none has finished.
 
         last_only  only the last turn of each training record; a conversation's last row has the sum of its rewards,
-                   earlier rows have 0
+                   earlier rows have 0; ("tokens", "rewards") says which turn earned what
         """
         begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in self.turns]
         wanted = [
@@ -84,6 +84,9 @@ class TurnLog:
         for turn, row in sorted(wanted):
             rows_of.setdefault(turn, []).append(row)
         returns = self._returns() if last_only else None
+        token_rewards = (
+            None if returns is None else self._token_rewards(wanted)
+        )  # before `_end_of_record` replaces them
         pieces: list[TensorDictBase] = []
         position: dict[tuple[int, int], int] = {}
         for turn, rows in rows_of.items():
@@ -96,7 +99,33 @@ class TurnLog:
                 mark_whole_record(pieces[-1])
         data = cat_rows(pieces)
         order = [position[where] for where in wanted]
-        return data if order == list(range(len(order))) else data[order]
+        data = data if order == list(range(len(order))) else data[order]
+        if token_rewards is not None:
+            set_field(data, ("tokens", "rewards"), token_rewards)
+        return data
+
+    def _token_rewards(self, ends: Sequence[tuple[int, int]]) -> list[Tensor] | None:
+        """For each record, of which ``ends`` are the last turns, float32[T]: each turn's reward at its last token.
+
+        None if tokens are padded or not known, or if rewards are not one number per turn.
+        """
+        ids = [td.get(("tokens", "full"), None, as_list=True) for _, td in self.turns]
+        rewards = [td.get("next").get("reward", None) for _, td in self.turns]
+        single = all(reward is not None and not reward.is_nested and reward[0].numel() == 1 for reward in rewards)
+        if not single or not all(isinstance(rows, list) for rows in ids):
+            return None
+        rewards = [reward.flatten().tolist() for reward in rewards]
+        found: list[Tensor] = []
+        last, turns = set(ends), []
+        for turn, row in (where for turns_of_slot in self.turns_of().values() for where in turns_of_slot):
+            turns.append((turn, row))
+            if (turn, row) in last:
+                reward_T = torch.zeros(len(ids[turn][row]), device=ids[turn][row].device)
+                for each, at in turns:
+                    reward_T[len(ids[each][at]) - 1] += rewards[each][at]
+                found.append(reward_T)
+                turns = []
+        return found
 
     def _returns(self) -> Tensor | None:
         """Each conversation's sum of rewards, by slot; None if every conversation has one turn."""

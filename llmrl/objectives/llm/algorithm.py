@@ -51,6 +51,11 @@ class Context(Protocol):
     def make_updater(self, scorer: nn.Module, optim: Any) -> Any:
         """An `Updater` for another model that is trained, with optimizer settings of its own."""
 
+    def load_critic(self, name: str | None, optim: Any) -> Any:
+        """A model with one output per token that is trained beside the policy; None: the model that the run started
+        from. Its ``updater`` is as the policy's; `state_dict` of the algorithm keeps its ``state_dict``.
+        """
+
     def make_reference(self) -> LogProbWriter:
         """Writes the log-probs of the model that the run started from, ("next", "ref_log_probs", "full")."""
 

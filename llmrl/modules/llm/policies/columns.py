@@ -43,6 +43,7 @@ class Column:
 
 COLUMNS = (
     Column("tokens", "full", torch.int64, "always"),
+    Column("tokens", "rewards", torch.float32, "given"),  # of each turn, at its last token
     Column("masks", "all_assistant_mask", torch.bool, "always"),
     Column("masks", "trained_from", torch.int64, "given"),  # one number per row: where its own part begins
     Column("log_probs", "full", torch.float32, "always"),

@@ -123,7 +123,7 @@ class _Rows:
         if name in ("covered", "trained_from"):
             return Unbounded(shape=shape, dtype=torch.int64)
         dtype = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}[cls]
-        dtype = {"versions": torch.int64, "routes": torch.int16}.get(name, dtype)
+        dtype = {"versions": torch.int64, "routes": torch.int16, "rewards": torch.float32}.get(name, dtype)
         if name == "routes":
             return Unbounded(shape=(*shape, -1, -1, -1), dtype=dtype)
         length = (*shape, -1)
@@ -256,6 +256,8 @@ class Tokens(_Rows, TensorClass["nocast"]):
     full      int64[T]
     covered   int64[]   number of messages (history mode) or characters (text mode) that ``full`` covers; the next turn
                         adds to the stream what the environment appends after them
+    rewards   float32[T]  aligned with ``full``: what a turn earned, at its last token; set by the collector in rows of
+                          whole conversations
     padded    bool      layout of prompt, response and full
     """
 
@@ -263,6 +265,7 @@ class Tokens(_Rows, TensorClass["nocast"]):
     response: Tensor | None = None
     full: Tensor | None = None
     covered: Tensor | None = None
+    rewards: Tensor | None = None
     padded: bool | None = None
 
     def to_text(self, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -464,11 +467,17 @@ def _from(start_B: Tensor, like_BT: Tensor) -> Tensor:
 
 
 def _mark(td: TensorDictBase, start_B: Tensor) -> None:
-    masks = td.get("masks")
-    held = inner(masks)
+    set_field(td, TRAINED_FROM, start_B)
+
+
+def set_field(td: TensorDictBase, key: tuple[str, str], rows: Tensor | list[Tensor]) -> None:
+    """Sets a field of a container of ``td``, which is replaced by a new one; a list of rows for a ragged container."""
+    container, field = key
+    before = td.get(container)
+    held = inner(before)
     if is_ragged(held):
         columns = {name: held.get(name, as_list=True) for name in held.keys()}
-        held = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
+        held = stack_columns({**columns, field: rows}, td.batch_size)
     else:
-        held = held.copy().set("trained_from", start_B)
-    td.set("masks", rewrap(masks, held))
+        held = held.copy().set(field, rows)
+    td.set(container, rewrap(before, held))
