@@ -3,13 +3,14 @@
 import contextlib
 import json
 import math
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.rewards import JudgeReward
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
@@ -143,6 +144,42 @@ def test_a_batch_is_judged_concurrently_and_in_order(server, answered):
     transform.close()
 
 
+RUBRIC = [{"criterion": "It is right.", "weight": 2}, "It is brief.", {"criterion": "It insults.", "weight": -1}]
+
+
+def test_a_rubric_gives_the_weighted_sum_of_its_scores(server, answered):
+    good = "1. fine\n1. SCORE: 2\n<think>2. SCORE: 9</think>\n**1. SCORE: 5**\n2) Score = 10\n3. SCORE: 1"
+    said = {"good": good, "bad": "1. SCORE: 5\n3. SCORE: 1", "wild": "1. SCORE: 50\n2. SCORE: 1\n3. SCORE: 0"}
+    server.reply = lambda request, number: next(
+        s for n, s in said.items() if f"\n{n}\n" in str(request["messages"][0]["content"])
+    )
+    values, transform = rows(answered, judge(server, rubric=RUBRIC), ["good", "bad", "wild"])
+    assert values[0] == pytest.approx(2 * 0.5 + 1.0 - 0.1)
+    assert all(math.isnan(value) for value in values[1:]), "a criterion without a score is not a score of zero"
+    assert transform.counters["errors"] == 2
+    assert "1. It is right.\n2. It is brief.\n3. It insults." in server.requests[0]["messages"][0]["content"]
+
+
+def test_a_group_is_compared_in_one_request_and_fails_as_a_whole(server, say):
+    def reply(request, number):
+        text = request["messages"][0]["content"]
+        shown = re.findall(r"<response \d>\n(\w+)\n", text)
+        return "SCORE: 1" if "hard" in text else "\n".join(f"{n}. SCORE: {said[-1]}" for n, said in enumerate(shown, 1))
+
+    server.reply = reply
+    transform = RewardFunction(judge(server, group=True))
+    rows = [{"query": "easy"}, {"query": "hard"}]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, repeats=3, group_repeats=True, shuffle=False)
+    td = env.append_transform(transform).reset()
+    values = env.step(say(td, ["a1", "a2", "a3", "b1", "b2", "b3"]))["next", "reward"].flatten().tolist()
+    assert values[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert all(math.isnan(value) for value in values[3:])
+    assert len(server.requests) == 2, "one for each group"
+    assert transform.counters["errors"] == 3
+    assert "must have a line" in transform.first_error
+    transform.close()
+
+
 def test_an_overloaded_server_is_asked_again_when_it_says_or_after_a_pause_that_grows(server, monkeypatch):
     replies = [(500, b"busy"), (429, b"", {"Retry-After": "1"}), "SCORE: 5"]
     server.reply = lambda request, number: replies[number - 1]
@@ -228,6 +265,11 @@ URL = "http://localhost/v1"
 test_settings_that_cannot_work_are_refused = refusals(
     (ConfigError, "url must begin with http", lambda: JudgeReward("localhost:8000", "m")),
     (ConfigError, "prompt must have {completion}", lambda: JudgeReward(URL, "m", prompt="no place")),
+    (ConfigError, "prompt must have {completions}", lambda: JudgeReward(URL, "m", prompt="{completion}", group=True)),
+    (ConfigError, "prompt must have {rubric}", lambda: JudgeReward(URL, "m", prompt="{completion}", rubric=["x"])),
+    (ConfigError, "give one of them", lambda: JudgeReward(URL, "m", group=True, rubric=["x"])),
+    (ConfigError, "a criterion must be", lambda: JudgeReward(URL, "m", rubric=[{"criterion": "x", "wieght": 2}])),
+    (ConfigError, "a criterion or more", lambda: JudgeReward(URL, "m", rubric=[])),
     (ConfigError, "parse .*regular expression", lambda: JudgeReward(URL, "m", parse="(")),
     (ConfigError, "must have a group", lambda: JudgeReward(URL, "m", parse=r"\d")),
     (ConfigError, "scale", lambda: JudgeReward(URL, "m", scale=0)),

@@ -26,7 +26,7 @@ from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of, unpadded_ids
 from llmrl.envs.llm.transforms.dataloading import primers_of
-from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
+from llmrl.envs.llm.transforms.reward_process import FAILED, SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.transforms.base import innermost
 from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least, check_choice, did_you_mean
 from llmrl.loading import load_function
@@ -72,7 +72,8 @@ class RewardFunction(ScoringTransform):
             row
 
     None (or NaN) means that ``fn`` does not apply to the row: the reward is the sum over the functions that returned a
-    number, NaN if none did. A row is also NaN if ``fn`` raised (also in all ``retries``), returned an infinite number
+    number, NaN if none did. A row is also NaN if ``fn`` raised (also in all ``retries``) or, batched, returned an
+    exception for it; if ``fn`` returned an infinite number
     or one beyond 1e17 (also after weighting), or was not done ``deadline_s`` seconds after its batch began.
     ``counters`` counts each kind;
     ``first_error`` keeps the first traceback.
@@ -271,6 +272,10 @@ class RewardFunction(ScoringTransform):
 
     def _number(self, value: float | str | None, where: str) -> float | None:
         """The value of `plain_number`: None or NaN for an unusable number. Raises ShapeError if it is not a number."""
+        if isinstance(value, str) and value.startswith(FAILED):
+            self.first_error = self.first_error or f"{where}: {value.removeprefix(FAILED)}"
+            self.counters["errors"] += 1
+            return math.nan
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
             problem = f"a reward must be one number, or None for no reward: got {kind} for {where}: {shown}"

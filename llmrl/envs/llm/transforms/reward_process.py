@@ -22,6 +22,7 @@ from llmrl.concurrency.worker_process import WAIT_S, WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
 
+FAILED = "failed\0"  # begins the message of a row that failed
 SHOWN = ": "  # separates the type of a value from its repr
 
 
@@ -71,9 +72,13 @@ class ProcessRunner:
 
 
 def plain_number(value: Any) -> float | str | None:
-    """A returned value as a number or None; for anything else a string with its type and repr."""
+    """A returned value as a number or None; for anything else a string with its type and repr. An exception, which a
+    function of several rows returns for one that failed, is a string that begins with ``FAILED``.
+    """
     if value is None:
         return None
+    if isinstance(value, Exception):
+        return f"{FAILED}{type(value).__name__}: {value}"
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         if not isinstance(value, (str, bytes)):
             try:
