@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
 from functools import partial
 
 from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import DPO_COLUMNS
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
@@ -24,7 +23,7 @@ from llmrl.train.evaluation import evaluators
 from llmrl.train.held_out import held_out_evaluator, with_held_out
 from llmrl.train.models import load_model
 from llmrl.train.plan import plan_recipe, read_data
-from llmrl.train.preference_data import ReferenceLogProbs, tokenize_pairs
+from llmrl.train.preference_data import ReferenceLogProbs, make_loss, tokenize_pairs
 from llmrl.train.preference_settings import DPOConfig
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.updater import make_updater
@@ -42,7 +41,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps, lengths=pairs.lengths)
-    loss = DPOLoss(policy, **config.dpo.options)
+    loss = make_loss(policy, config.dpo)
     reference = ReferenceLogProbs(pairs.held_out)  # scored by the starting model: no second model is kept
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
@@ -59,7 +58,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
             batch, imbalance = updater.deal(rows[buffer.sample()], everywhere=True)
 
             # 2. Micro-batches, loss, clipping, AdamW. The loss raises log p(chosen) - log p(rejected), each relative to
-            #    its value under the reference.
+            #    its value under the reference; that of KTO raises or lowers log p of single answers.
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 

@@ -18,7 +18,7 @@ from llmrl.envs.llm.answers import extract_tags, last_boxed, normalize_answer
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.reward_scorer import RewardScorer
-from llmrl.objectives.llm import DPOLoss, RewardLoss, SFTLoss
+from llmrl.objectives.llm import DPOLoss, KTOLoss, RewardLoss, SFTLoss
 from llmrl.report.intervals import interval
 from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
@@ -29,7 +29,7 @@ from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.held_out import HeldOutEvaluator, tokenize_held_out
 from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.preference_data import held_out_pairs, reference_log_probs, tokenize_pairs
+from llmrl.train.preference_data import held_out_pairs, make_loss, reference_log_probs, tokenize_pairs
 from llmrl.train.preference_settings import DPOConfig, PairsConfig, RewardConfig
 from llmrl.train.reward_model import load_reward_model
 from llmrl.train.settings import EvalSettings, GRPOConfig, SFTConfig
@@ -122,7 +122,7 @@ def _read_rows(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tokeniz
 
 def _loss(
     source: SFTConfig, tokenizer: PreTrainedTokenizerBase, session: Session, runs: Path, *, checked: bool = False
-) -> tuple[Updater, SFTLoss | DPOLoss | RewardLoss]:
+) -> tuple[Updater, SFTLoss | DPOLoss | KTOLoss | RewardLoss]:
     """The loss of the run's recipe for the model of ``source``, and an updater that measures it."""
     if isinstance(source, RewardConfig):
         model = load_reward_model(source, tokenizer, session, runs=runs, checked=checked)
@@ -131,7 +131,7 @@ def _loss(
     model = load_model(source, tokenizer, session, runs=runs, checked=checked)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(source, session, policy, steps=1)
-    return updater, DPOLoss(policy, **source.dpo.options) if isinstance(source, DPOConfig) else SFTLoss(policy)
+    return updater, make_loss(policy, source.dpo) if isinstance(source, DPOConfig) else SFTLoss(policy)
 
 
 def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
@@ -229,7 +229,7 @@ def _measure(
         found |= {"failed": evaluator.failed, **sample_metrics(evaluator.answers)}
         found |= {} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}
     else:
-        std = evaluator.metrics.get("eval/pairs/std")
+        std = evaluator.metrics.get(f"eval/{evaluator.unit}/std")
         found |= {} if std is None else {"mean": mean, "interval": interval(mean, std, evaluator.num_rows)}
         found |= {name[5:]: evaluator.metrics[name] for name in METRICS if name in evaluator.metrics}
     if as_json:

@@ -45,12 +45,13 @@ METRICS: dict[str, str] = {
     "policy/kl_ref": "divergence from the reference model, nats per trained token",
     "policy/grad_norm": "before clipping",
     "policy/lr": "learning rate",
-    "preference/right_frac": "share of pairs whose chosen answer has the larger reward",
+    "preference/right_frac": "share of pairs whose chosen answer has the larger reward; kto: see preference/kl",
     "preference/margin": "mean difference of the rewards of a pair; in dpo of implicit ones, times beta",
+    "preference/kl": "kto: nats from the reference; log-ratios of desirable answers should be above, others below",
     "preference/chosen_reward": "mean reward of a chosen answer",
     "preference/rejected_reward": "mean reward of a rejected answer",
-    "preference/chosen_logp": "mean log-prob of a chosen answer",
-    "preference/rejected_logp": "mean log-prob of a rejected answer",
+    "preference/chosen_logp": "mean log-prob of a chosen answer, of kto a desirable one",
+    "preference/rejected_logp": "mean log-prob of a rejected answer, of kto an undesirable one",
     "eval/loss": "held-out rows: the mean loss over all their trained tokens, or over all pairs",
     "eval/perplexity": "its exponential",
     "eval/margin": "held-out pairs: mean difference of the rewards of a pair, as preference/margin",
@@ -112,7 +113,8 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU, peak memory of the process since its start",
 }
 
-# An evaluation has the mean, std and count of its scores, and call_rate if there are tools; that of pairs is "pairs".
+# An evaluation has the mean, std and count of its scores, and call_rate if there are tools; that of pairs is "pairs",
+# of single answers "answers".
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.data.llm.dataset_files import first_row, local_files
-from llmrl.data.llm.rows import read_conversation, read_pair, read_prompt
+from llmrl.data.llm.rows import read_answers, read_conversation, read_pair, read_prompt
 from llmrl.errors import DataError
 from llmrl.hub import check_repository
 from llmrl.optional import check_installed
 from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of
-from llmrl.train.preference_settings import PairsConfig
+from llmrl.train.preference_settings import ANSWER_COLUMNS, PAIR_COLUMNS, PairsConfig
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
 _EMBEDDED = ("sums", "big_sums", "colours", "sums_mistakes")
@@ -74,9 +74,10 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
         if reward.reward_model and isinstance(name := reward.reward_model.get("model"), str):
             yield check_model(name, runs=Path("runs"), setting="reward_model.model")
     if isinstance(config, SFTConfig):
-        names = {"prompt_column", "completion_column", "chosen_column", "rejected_column", "system_prompt"}
-        read = read_pair if isinstance(config, PairsConfig) else read_conversation
-        read = partial(read, **config.data.model_dump(include=names))
+        names, read = ("prompt_column", "completion_column", "system_prompt"), read_conversation
+        if isinstance(config, PairsConfig):
+            names, read = (ANSWER_COLUMNS, read_answers) if config.reads_answers else (PAIR_COLUMNS, read_pair)
+        read = partial(read, **config.data.model_dump(include=set(names)))
         yield _check_dataset("data.path", config.data.path, config.data.split, read)
         if env is None:
             yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)

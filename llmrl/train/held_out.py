@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from llmrl.objectives.llm import DPOLoss, RewardLoss, SFTLoss
+from llmrl.objectives.llm import DPOLoss, KTOLoss, RewardLoss, SFTLoss
 from llmrl.train.environments import is_file
 from llmrl.train.evaluation import eval_metrics
 
@@ -51,28 +51,30 @@ def tokenize_held_out(
 
 def count_shared(trained: TokenizedRows, held_out: TokenizedRows) -> int:
     """The number of held-out rows whose token ids are those of a trained row."""
-    own = [ids.numpy().tobytes() for ids in held_out.ids]
+    own = [ids.numpy().tobytes() for ids in held_out.own_ids]
     names = set(own)
-    shared = {name for ids in trained.ids if (name := ids.numpy().tobytes()) in names}
+    shared = {name for ids in trained.own_ids if (name := ids.numpy().tobytes()) in names}
     return sum(name in shared for name in own)
 
 
 class HeldOutEvaluator:
     """Measures ``loss`` on held-out ``rows`` as on one large step: a mean over all their trained tokens (SFT) or over
-    all pairs, with the share of pairs ranked right and their margin. Used as an `Evaluator`.
+    all pairs, with the share of pairs (of KTO: answers) ranked right and their margin. Used as an `Evaluator`.
     """
 
     call_rate = None
     failed = 0
 
-    def __init__(self, updater: Updater, loss: SFTLoss | DPOLoss | RewardLoss, rows: TokenizedRows, *, split: str):
+    def __init__(
+        self, updater: Updater, loss: SFTLoss | DPOLoss | KTOLoss | RewardLoss, rows: TokenizedRows, *, split: str
+    ):
         self.rows = rows.as_rows()
         self.num_rows, self.unit = len(rows), rows.unit
         self.metrics: dict[str, float] = {}  # of the last run
         self._updater, self._loss = updater, loss
         self._ranks = not isinstance(loss, SFTLoss)
-        self.name = f"pairs {split}" if self._ranks else "held-out loss"
-        self.metric = "eval/pairs/mean" if self._ranks else "eval/loss"
+        self.name = f"{rows.unit} {split}" if self._ranks else "held-out loss"
+        self.metric = f"eval/{rows.unit}/mean" if self._ranks else "eval/loss"
 
     def run(self) -> float:
         found = self._updater.measure(self._loss, self.rows)
@@ -80,7 +82,7 @@ class HeldOutEvaluator:
         if self._ranks:
             right = round(found["pairs_right"] * self.num_rows) / self.num_rows  # shares that are summed are rounded
             std = math.sqrt(right * (1 - right))  # of scores that are 0 or 1
-            self.metrics |= {"eval/margin": found["margin"]}
+            self.metrics |= {"eval/margin": found["margin"]} if "margin" in found else {}  # answers of one kind: none
             self.metrics |= eval_metrics(self.metric, right, std, self.num_rows)
         else:
             # Above 709 the exponential is more than a float holds.
@@ -101,11 +103,12 @@ class HeldOutEvaluator:
     @property
     def summary(self) -> str:
         """The result of the last run, in words."""
-        return ", ".join(f"{label} {self.metrics[metric]:.3f}" for metric, label in self.measures.items())
+        shown = {label: self.metrics[metric] for metric, label in self.measures.items() if metric in self.metrics}
+        return ", ".join(f"{label} {value:.3f}" for label, value in shown.items())
 
 
 def held_out_evaluator(
-    config: SFTConfig, updater: Updater, loss: SFTLoss | DPOLoss | RewardLoss, trained: TokenizedRows
+    config: SFTConfig, updater: Updater, loss: SFTLoss | DPOLoss | KTOLoss | RewardLoss, trained: TokenizedRows
 ) -> HeldOutEvaluator | None:
     """The evaluator of the held-out rows of ``trained``; None if there are none."""
     if trained.held_out is None:

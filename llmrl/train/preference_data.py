@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,22 +12,30 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.row_reading import place_of
-from llmrl.data.llm.rows import read_pair
+from llmrl.data.llm.rows import read_answers, read_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, did_you_mean
 from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import POSITIONS
-from llmrl.objectives.llm import DPOLoss
+from llmrl.objectives.llm import DPOLoss, KTOLoss
 from llmrl.run.console import Sample
 from llmrl.train.environments import is_file
 from llmrl.train.held_out import tokenize_held_out
-from llmrl.train.preference_settings import PairsConfig, RewardConfig
+from llmrl.train.preference_settings import (
+    ANSWER_COLUMNS,
+    PAIR_COLUMNS,
+    DPOConfig,
+    DPOSettings,
+    PairsConfig,
+    RewardConfig,
+)
 from llmrl.train.sft_data import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from llmrl.modules.llm.policies import TransformersWrapper
     from llmrl.train.updater import Updater
 
 Row = Mapping[str, Any]
@@ -55,6 +63,68 @@ class TokenizedPairs(TokenizedRows):
             for label, part in (("chosen", slice(None, cut)), ("rejected", slice(cut, None))):
                 found.append(Sample(marked_pieces(self.renderer.tokenizer, ids[part], mask[part]), label=label))
         return found
+
+
+@dataclass
+class TokenizedAnswers(TokenizedPairs):
+    """Each row is an answer, of ``num_chosen`` tokens with its conversation, then the same prompt with the answer of
+    another row: its log-probs estimate how far the policy is from the reference.
+    """
+
+    desirable: list[bool] = field(default_factory=list)
+    unit: ClassVar[str] = "answers"
+
+    def columns(self) -> dict[str, Any]:
+        return super().columns() | {"desirable": torch.tensor(self.desirable)}
+
+    def samples(self, count: int) -> list[Sample]:
+        found = super().samples(count)[::2]
+        labels = ["desirable" if label else "undesirable" for label in self.desirable]
+        return [Sample(sample.pieces, label=label) for sample, label in zip(found, labels, strict=False)]
+
+    def _beside(self) -> Iterable[Any]:
+        return (*super()._beside(), *map(float, self.desirable))
+
+    @property
+    def own_ids(self) -> list[Tensor]:
+        return [ids[:cut] for ids, cut in zip(self.ids, self.num_chosen, strict=True)]
+
+    def left_out(self) -> str:
+        return f" ({sum(self.desirable)} of them desirable){super().left_out()}"
+
+    def add_mismatched(self, limit: int) -> None:
+        """Gives each prompt the answer of another prompt, cut at ``limit`` tokens with it; every answer is given once,
+        unless one prompt has more than half of the answers.
+
+        Raises  DataError if there is a single prompt
+        """
+        starts = [int(mask.nonzero()[0]) for mask in self.masks]
+        prompts = [ids[:start].numpy().tobytes() for ids, start in zip(self.ids, starts, strict=True)]
+        groups: dict[bytes, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            groups.setdefault(prompt, []).append(row)
+        if len(groups) < 2:
+            raise DataError(f"{self.source}: kto compares answers to at least two different prompts: got one.")
+        # In an order by prompt, the row that stands the size of the largest group before has another prompt.
+        order = [row for rows in groups.values() for row in rows]
+        shift = max(map(len, groups.values()))
+        own, masks = list(self.ids), list(self.masks)
+        for place, row in enumerate(order):
+            other = place - shift
+            while prompts[order[other % len(order)]] == prompts[row]:
+                other -= 1
+            other = order[other % len(order)]
+            answer, mask = own[other][starts[other] :], masks[other][starts[other] :]
+            mismatched = torch.cat([own[row][: starts[row]], answer])[:limit]
+            marks = torch.cat([torch.zeros(starts[row], dtype=torch.bool), mask])[:limit]
+            self.ids[row], self.masks[row] = torch.cat([own[row], mismatched]), torch.cat([masks[row], marks])
+            if self.media:  # images are in the prompt: both conversations have them
+                places = self.media[row][POSITIONS]
+                self.media[row] = {**self.media[row], POSITIONS: torch.cat([places, places + len(own[row])])}
+
+
+def make_loss(policy: TransformersWrapper, dpo: DPOSettings) -> DPOLoss | KTOLoss:
+    return KTOLoss(policy, **dpo.options) if dpo.kind == "kto" else DPOLoss(policy, **dpo.options)
 
 
 def tokenize_with_held_out(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedPairs:
@@ -114,9 +184,11 @@ def tokenize_pairs(
             if the template does not mark the assistant's tokens
     """
     data = config.data
+    if config.reads_answers:
+        return _tokenize_answers(config, tokenizer)
     rows = load_split(data, data.split, _EMBEDDED) if rows is None else rows
     part = range(min(data.rows or len(rows), len(rows))) if part is None else part
-    columns = data.model_dump(include={"prompt_column", "chosen_column", "rejected_column", "system_prompt"})
+    columns = data.model_dump(include=set(PAIR_COLUMNS))
     pairs = TokenizedPairs(data.path, Renderer(tokenizer))
     for start in range(part.start, part.stop, AT_ONCE):
         numbers = range(start + 1, min(start + AT_ONCE, part.stop) + 1)
@@ -133,16 +205,50 @@ def tokenize_pairs(
     return pairs
 
 
+def _tokenize_answers(config: DPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedAnswers:
+    """The answers of ``config``'s rows, one with a label or a pair each, with mismatched ones."""
+    data = config.data
+    rows = load_split(data, data.split, _EMBEDDED)
+    columns = data.model_dump(include=set(ANSWER_COLUMNS))
+    answers = TokenizedAnswers(data.path, Renderer(tokenizer))
+    count = min(data.rows or len(rows), len(rows))
+    for start in range(0, count, AT_ONCE):
+        block = []
+        for number in range(start + 1, min(start + AT_ONCE, count) + 1):
+            row, place = rows[number - 1], place_of(rows[number - 1], number)
+            read, labels = read_answers(row, number=number, **columns)
+            if answers.note(read):
+                block += [(place, label, chat) for chat, label in zip(read.chats, labels, strict=True)]
+        rendered = answers.render([chat for *_, chat in block], [place for place, *_ in block])
+        for (place, label, _), each in zip(block, rendered, strict=True):
+            if not _fits(answers, len(each.ids), place, config):
+                continue
+            answers.media += [] if each.media is None else [each.media]
+            answers.ids.append(each.ids)
+            answers.masks.append(last_answer(each))
+            answers.num_chosen.append(len(each.ids))
+            answers.desirable.append(label)
+    if not answers.ids:
+        raise DataError(f"{data.path}: no answer is left: all are longer than max_length={config.max_length}.")
+    answers.add_mismatched(config.max_length)
+    return answers
+
+
+def _fits(pairs: TokenizedPairs, length: int, place: str, config: PairsConfig) -> bool:
+    if length <= config.max_length:
+        return True
+    if config.too_long == "error":
+        raise DataError(
+            f"{place}: a conversation must be at most max_length = {config.max_length} tokens long: one has "
+            f"{length}; raise max_length, or choose too_long=drop."
+        )
+    pairs.num_too_long += 1
+    return False
+
+
 def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, place: str, config: PairsConfig) -> bool:
     """Appends a pair; returns False if it is dropped."""
-    longest = max(len(chosen.ids), len(rejected.ids))
-    if longest > config.max_length:
-        if config.too_long == "error":
-            raise DataError(
-                f"{place}: a conversation must be at most max_length = {config.max_length} tokens long: one has "
-                f"{longest}; raise max_length, or choose too_long=drop."
-            )
-        pairs.num_too_long += 1
+    if not _fits(pairs, max(len(chosen.ids), len(rejected.ids)), place, config):
         return False
     if torch.equal(chosen.ids, rejected.ids):
         raise DataError(f"{place}: the answers of a pair must differ in their tokens: they do not.")
@@ -177,7 +283,9 @@ class ReferenceLogProbs:
         self.values: Tensor | None = None
         self._held_out, self._held_out_values = held_out, None
 
-    def compute(self, updater: Updater, loss: DPOLoss, rows: TensorDict, held_out: TensorDict | None = None) -> None:
+    def compute(
+        self, updater: Updater, loss: DPOLoss | KTOLoss, rows: TensorDict, held_out: TensorDict | None = None
+    ) -> None:
         """Writes "reference_log_probs" in ``rows`` and ``held_out`` (`TokenizedPairs.as_rows`): those of a checkpoint,
         or scores, divided over ranks.
         """
@@ -212,7 +320,7 @@ class ReferenceLogProbs:
             )
 
 
-def reference_log_probs(updater: Updater, loss: DPOLoss, rows: TensorDict) -> Tensor:
+def reference_log_probs(updater: Updater, loss: DPOLoss | KTOLoss, rows: TensorDict) -> Tensor:
     """float32[N, 2]: the log-probs of the answers of all pairs, divided over ranks; a collective."""
     values = torch.empty(len(rows), 2)
     for start in range(0, len(rows), AT_ONCE):

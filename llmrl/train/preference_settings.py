@@ -11,7 +11,9 @@ from llmrl.train.settings import SFTConfig
 
 
 class PreferenceData(Settings):
-    """Pairs of answers to one prompt: rows with ``prompt``, ``chosen`` and ``rejected``, each text or messages."""
+    """Pairs of answers to one prompt: rows with ``prompt``, ``chosen`` and ``rejected``, each text or messages. For kto
+    also rows with ``prompt``, ``completion`` and ``label``.
+    """
 
     path: str = Field(
         description="a file, a pattern, a folder or a hub name (docs/data.md); or embedded: sums, sums_mistakes"
@@ -22,15 +24,23 @@ class PreferenceData(Settings):
     prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
     chosen_column: str = Field("chosen", description="column of the better answer")
     rejected_column: str = Field("rejected", description="column of the worse answer")
+    completion_column: str | None = Field(None, description="kto: column of a single answer, if it has another name")
+    label_column: str | None = Field(None, description="kto: column of its label, true or false; null: label, kto_tag")
     margin_column: str | None = Field(None, description="llmrl reward: column of the minimum reward difference")
     system_prompt: str | None = Field(None, description="system message of conversations without one")
+
+
+PAIR_COLUMNS = ("prompt_column", "chosen_column", "rejected_column", "system_prompt")
+ANSWER_COLUMNS = (*PAIR_COLUMNS, "completion_column", "label_column")  # of KTO
 
 
 class DPOSettings(Settings):
     """The DPO loss of a pair."""
 
-    kind: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"] = Field(
-        "sigmoid", description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC; simpo, orpo: without a reference"
+    kind: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "kto"] = Field(
+        "sigmoid",
+        description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC; simpo, orpo: without a reference; kto: single "
+        "answers with labels",
     )
     beta: float | None = Field(
         None,
@@ -38,6 +48,8 @@ class DPOSettings(Settings):
         description="larger values keep the model closer to the reference; of orpo the weight of the preference; null: "
         "0.1, for simpo 2",
     )
+    desirable_weight: float | None = Field(None, gt=0, description="for kto: weight of desirable answers; null: 1")
+    undesirable_weight: float | None = Field(None, gt=0, description="for kto: weight of the others; null: 1")
     gamma: float | None = Field(None, ge=0, description="for simpo: the margin to reach, times beta; null: 1")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="assumed share of wrong labels; for sigmoid")
     normalize_by_seq_length: bool | None = Field(
@@ -49,8 +61,11 @@ class DPOSettings(Settings):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `DPOLoss`."""
-        return self.model_dump(exclude={"reference"}) | {"reference_free": self.reference == "none"}
+        """Keyword arguments of `DPOLoss`; for kto of `KTOLoss`."""
+        weights = {"desirable_weight", "undesirable_weight"}
+        if self.kind == "kto":
+            return self.model_dump(include={"beta", *weights}, exclude_none=True)
+        return self.model_dump(exclude={"reference", *weights}) | {"reference_free": self.reference == "none"}
 
     @property
     def has_reference(self) -> bool:
@@ -62,6 +77,10 @@ class DPOSettings(Settings):
             raise ValueError(f"label_smoothing is for kind sigmoid: got {self.kind}")
         if self.gamma is not None and self.kind != "simpo":
             raise ValueError(f"gamma is for kind simpo: got {self.kind}")
+        if self.kind != "kto" and (self.desirable_weight or self.undesirable_weight):
+            raise ValueError(f"desirable_weight and undesirable_weight are for kind kto: got {self.kind}")
+        if self.kind == "kto" and (self.normalize_by_seq_length or self.reference == "none"):
+            raise ValueError("kind kto compares whole answers with a reference: leave these settings out")
         if self.normalize_by_seq_length is False and self.kind in ("simpo", "orpo"):
             raise ValueError(f"normalize_by_seq_length false is not for kind {self.kind}, which compares means")
         return self
@@ -81,11 +100,26 @@ class PairsConfig(SFTConfig):
     def row_length(self) -> int:
         return 2 * self.max_length
 
+    @property
+    def reads_answers(self) -> bool:
+        """True if the data are single answers with labels; pairs are then read as two."""
+        return False
+
+    @model_validator(mode="after")
+    def _columns_are_read(self) -> PairsConfig:
+        if not self.reads_answers and (self.data.completion_column or self.data.label_column):
+            raise ValueError("data.completion_column and data.label_column are for dpo.kind kto: leave them out")
+        return self
+
 
 class DPOConfig(PairsConfig):
     """Direct preference optimisation: chosen answers become more likely than rejected ones."""
 
     dpo: DPOSettings = DPOSettings()
+
+    @property
+    def reads_answers(self) -> bool:
+        return self.dpo.kind == "kto"
 
     @property
     def loss_in_words(self) -> str:
@@ -94,6 +128,8 @@ class DPOConfig(PairsConfig):
         reference = "the starting model, scored once" if dpo.has_reference else "none"
         beta = dpo.beta if dpo.beta is not None else 2.0 if dpo.kind == "simpo" else 0.1
         target = f", gamma {1.0 if dpo.gamma is None else dpo.gamma:g}" if dpo.kind == "simpo" else ""
+        if dpo.kind == "kto":
+            target = f", weights {dpo.desirable_weight or 1:g} desirable, {dpo.undesirable_weight or 1:g} undesirable"
         return f"{dpo.kind}, beta {beta:g}{target}{smoothed} · reference: {reference}"
 
 

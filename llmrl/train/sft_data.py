@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,6 +56,11 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def own_ids(self) -> list[Tensor]:
+        """The ids of each row by which it is the same as another one."""
+        return self.ids
+
     def as_rows(self) -> TensorDict:
         """A batch of ("tokens", "full"), ("masks", "all_assistant_mask") and `columns`."""
         rows = {
@@ -76,7 +81,11 @@ class TokenizedRows:
         """The record of ids and masks in their order, and of what the rows have beside them."""
         rows = ((f"{len(ids)} ".encode(), ids, mask) for ids, mask in zip(self.ids, self.masks, strict=True))
         values = (value for row in rows for value in row)
-        return DataRecord.of(self.source, self.unit, len(self), itertools.chain(values, self.media, self.margins))
+        return DataRecord.of(self.source, self.unit, len(self), itertools.chain(values, self._beside()))
+
+    def _beside(self) -> Iterable[Any]:
+        """What rows have beside ids and masks, in their order."""
+        return (*self.media, *self.margins)
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))

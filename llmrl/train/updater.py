@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +102,11 @@ class Updater:
         counts = (loss.count_step(batch) if self.session.leads_group else StepCounts()).over_ranks()
         if counts.tokens == 0:
             return {}
-        with self._measured(batch, counts.tokens), self.session.split_sequences():
-            outputs = self._backward(loss, batch, counts, is_filled)
+        with self._measured(batch, counts.tokens, loss.work):
+            if loss.reads_mismatched:
+                counts = self._with_log_ratios(loss, counts, [batch])
+            with self.session.split_sequences():
+                outputs = self._backward(loss, batch, counts, is_filled)
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
 
@@ -131,12 +135,23 @@ class Updater:
         blocks = [rows[start : start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)]
         counts = sum(loss.count_step(block) for block in blocks)
         outputs = []
-        for block in blocks:
-            mine, _ = self.deal(block, everywhere=True)
+        dealt = [self.deal(block, everywhere=True)[0] for block in blocks]
+        if loss.reads_mismatched:
+            counts = self._with_log_ratios(loss, counts, dealt)
+        for mine in dealt:
             batch = _empty_batch(loss, self.session.device) if mine is None else mine
             with torch.no_grad(), evaluating(self.scorer), self.session.split_sequences():
                 outputs += [self._forward(loss, batch, part, counts) for part in self._parts(batch)]
         return self._sum(loss, outputs)
+
+    def _with_log_ratios(
+        self, loss: LossModule, counts: StepCounts, batches: Sequence[TensorDictBase | None]
+    ) -> StepCounts:
+        """``counts`` with the sum of the loss's `mismatched_log_ratios` over all rows of this step; a collective."""
+        with evaluating(self.scorer):
+            scores = [value for batch in batches for value in self.score(loss, batch, loss.mismatched_log_ratios)]
+        own = float(torch.stack(scores).double().sum()) if scores and self.session.leads_group else 0.0
+        return replace(counts, log_ratios=self.session.sum({"log_ratios": own})["log_ratios"])
 
     def train(
         self, loss: LossModule, batches: Sequence[TensorDictBase | None], step: int, *, family: str = "policy"
@@ -189,7 +204,7 @@ class Updater:
         return loss(part, normalizer=counts)
 
     @contextmanager
-    def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
+    def _measured(self, batch: TensorDictBase, num_tokens: float, work: float) -> Iterator[None]:
         """Counts, for `speed`, the model's work inside the block: padded positions, real tokens, FLOPs."""
         lengths, counted = _lengths(batch), self._counted
         share = self.session.num_groups / self.session.world_size  # of the rows of its group
@@ -206,7 +221,7 @@ class Updater:
         counted["tokens"] += share * sum(lengths)
         counted["trained"] += float(num_tokens) / self.session.world_size
         if self._shape is not None:
-            flops = share * self._shape.training_flops(lengths, scored)
+            flops = work * share * self._shape.training_flops(lengths, scored)
             counted["ideal_s"] += flops / self._gpu.flops / self._gpu.count
 
     def speed(self, seconds: float) -> dict[str, float]:

@@ -318,7 +318,7 @@ def test_formats_of_public_pairs_have_the_prompt_the_system_message_and_the_tool
 def test_what_would_be_lost_trained_as_nothing_or_printed_as_python_is_refused(row, message):
     with pytest.raises(DataError, match=message):
         to_messages(row, number=7)
-    with pytest.raises(DataError, match="not pairs: llmrl sft"):
+    with pytest.raises(DataError, match=r"trained by llmrl dpo with dpo\.kind=kto"):
         to_pair({"prompt": "Hi", "completion": "x", "label": True})
 
 

@@ -1,9 +1,10 @@
-"""DPOLoss compares whole answers, however its pairs are cut into batches; values and gradients by hand, by plain logits
-and by TRL."""
+"""DPOLoss compares whole answers, KTOLoss one with a reference point, however rows are cut into batches; values and
+gradients by hand, by plain logits and by TRL."""
 
 import importlib.util
 import math
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.objectives import total_loss
-from llmrl.objectives.llm import DPOLoss
+from llmrl.objectives.base import output_fields
+from llmrl.objectives.llm import DPOLoss, KTOLoss
 from llmrl.objectives.llm.functional import preference
 from tests.support.causal_models import SMALL, assert_same_gradients, causal_lm, gradients, naive_scores
 from tests.support.losses import Recorded, assert_same_step, run_step
@@ -139,7 +141,32 @@ def test_a_row_without_trained_tokens_changes_nothing():
     assert output.loss_dpo.item() == pytest.approx(loss(batch).loss_dpo.item())
 
 
+def labelled(batch, *desirable):
+    rows = zip(batch.unbind(0), desirable, strict=True)
+    return lazy_stack([row.set("desirable", torch.tensor(label)) for row, label in rows])
+
+
+def test_the_reference_point_of_kto_is_that_of_the_whole_step(model):
+    batch = labelled(random_pairs(7), *[True, False, False, True, True, False, True])
+    with torch.no_grad():  # of the mismatched answers: near what the model says, so that the estimate is above 0
+        for number, row in enumerate(batch.unbind(0)):
+            row["reference_log_probs"] = KTOLoss(TokenScorer(model)).sequence_log_probs(batch)[number] - 0.5 * number
+    loss = KTOLoss(TokenScorer(model), beta=0.3, desirable_weight=1.3, undesirable_weight=0.7)
+    whole, counts = run_step(loss, batch), loss.count_step(batch)
+    assert whole[0]["kl"].item() == pytest.approx(sum(0.5 * n for n in range(7)) / 7, abs=1e-4)
+    assert (counts.sequences, counts.tokens) == (7, whole[0]["tokens"]), "mismatched answers are not trained"
+    parts = (batch[:1], batch[1:5], batch[5:])
+    ratios = [float(loss.mismatched_log_ratios(part).sum()) for part in parts]
+    step = sum(replace(loss.count_step(part), log_ratios=ratio) for part, ratio in zip(parts, ratios, strict=True))
+    assert_same_step(run_step(loss, *parts, normalizer=step), whole, rtol=1e-5, gradient=1e-6)
+    empty = pair([1, 2], [1], [0, 0], [0], [float("nan"), 0.0])
+    assert loss(labelled(lazy_stack([*batch.unbind(0), empty]), *[True] * 8), step).tokens == whole[0]["tokens"]
+    only = loss(labelled(batch[:2], True, True))
+    assert "margin" not in loss.derived(output_fields(only)), "answers of one kind alone"
+
+
 test_settings_that_contradict_each_other = refusals(
+    (ConfigError, "desirable_weight", lambda: KTOLoss(nn.Identity(), undesirable_weight=0.0)),
     (ConfigError, "sigmoid", lambda: DPOLoss(nn.Identity(), kind="sigmoyd")),
     (ConfigError, "sigmoid", lambda: preference(torch.zeros(1), kind="sigmod", beta=1.0)),
     (ConfigError, "beta", lambda: DPOLoss(nn.Identity(), beta=0.0)),
@@ -234,3 +261,64 @@ def test_losses_without_a_reference_are_those_of_trl(kind):
     (gradient,) = torch.autograd.grad(theirs, log_probs)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
     torch.testing.assert_close(ours_gradient * mask, gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shift", [0.0, 3.0])  # of the reference: the estimate of the KL is below 0, and above
+def test_the_loss_of_single_answers_is_that_of_trl(shift):
+    from trl import KTOTrainer
+
+    loss, batch = worked()
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.8}
+    loss = KTOLoss(loss.actor_network, beta=0.3, **weights)
+    rows = [batch[0], batch[1]]
+    for row in rows:
+        row["reference_log_probs"][1] -= shift
+    batch = labelled(lazy_stack(rows), True, False)
+    all_log_probs = loss.actor_network.log_prob.detach().clone()
+    halves = {}
+
+    class Half(nn.Module):  # the rows of `worked` hold the log-probs of both halves; the loss asks for each alone
+        def token_scores(self, ids, attention, select, *, entropy):
+            number = 0 if torch.is_grad_enabled() else 1
+            halves[number] = all_log_probs.chunk(2)[number][:, : ids.shape[1]].clone().requires_grad_(number == 0)
+            return SimpleNamespace(log_probs=halves[number])
+
+    loss.actor_network = Half()
+    output = loss(batch)
+    ours = total_loss(output)
+    (ours_gradient,) = torch.autograd.grad(ours, halves[0])
+    log_probs = all_log_probs[:2].clone().requires_grad_()
+    masks = torch.tensor([[0, 1, 1], [0, 0, 1]]), torch.tensor([[0, 1, 0], [0, 1, 1]])
+    zeros = torch.zeros(2, 2)
+    same = SimpleNamespace(log_probs=log_probs[:, 1:] * masks[0][:, 1:], entropy=zeros, mean_logits=zeros)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=0.3,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        _compute_kl_logps=lambda *_: (all_log_probs[2:] * masks[1]).sum(-1),
+        **weights,
+    )
+    reference = batch["reference_log_probs"]
+    inputs = {
+        "input_ids": torch.zeros(2, 3, dtype=torch.int64),
+        "attention_mask": torch.ones(2, 3),
+        "completion_mask": masks[0],
+        "label": torch.tensor([True, False]),
+        "ref_logps": reference[:, 0],
+        "ref_KL_logps": reference[:, 1],
+    }
+    theirs = KTOTrainer._compute_loss(trainer, lambda **_: same, inputs, return_outputs=False)
+    (gradient,) = torch.autograd.grad(theirs, log_probs)
+    assert trainer._metrics["train"]["kl"] == [pytest.approx(output.kl.item(), abs=1e-6)]
+    assert (output.kl.item() > 0) == (shift > 0)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+    torch.testing.assert_close(ours_gradient * masks[0], gradient, atol=1e-6, rtol=0)

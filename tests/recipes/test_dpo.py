@@ -8,6 +8,7 @@ import pytest
 from llmrl.data.llm.rows import to_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_reward
 from llmrl.errors import DataError
+from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.preference_data import tokenize_pairs
 from llmrl.train.preference_settings import DPOConfig
@@ -77,6 +78,54 @@ def test_pairs_that_are_too_long_are_named_or_counted(place):
     assert (len(pairs), pairs.num_too_long) == (1, 1)
     with pytest.raises(DataError, match="no pair is left"):
         tokenize_pairs(config(path, max_length=5, too_long="drop"), tiny_tokenizer())
+
+
+def kto_rows(count=6):
+    rows = [{"prompt": f"{n} + {n}?", "completion": f"it is {2 * n}", "label": n % 2 == 0} for n in range(count)]
+    return [*rows, {"question": "9 + 9?", "answer": "18", "kto_tag": "true"}, PAIR]
+
+
+def test_kto_reads_answers_with_labels_and_both_answers_of_pairs(place):
+    place.rows("answers.jsonl", kto_rows())
+    tokenizer, settings = tiny_tokenizer(), {"dpo": {"kind": "kto"}}
+    answers = tokenize_pairs(config(place.path / "answers.jsonl", **settings), tokenizer)
+    assert answers.desirable == [True, False, True, False, True, False, True, True, False]
+    own, others = [], []
+    for ids, mask, cut in zip(answers.ids, answers.masks, answers.num_chosen, strict=True):
+        start = int(mask.nonzero()[0])
+        own.append((tokenizer.decode(ids[:start]), tokenizer.decode(ids[:cut][mask[:cut]])))
+        others.append((tokenizer.decode(ids[cut : cut + start]), tokenizer.decode(ids[cut:][mask[cut:]])))
+    assert own[0][1] == "it is 0<|im_end|>"
+    assert [prompt for prompt, _ in own] == [prompt for prompt, _ in others]
+    assert sorted(answer for _, answer in own) == sorted(answer for _, answer in others), "each is given once"
+    assert not {*own} & {*others}, "to another prompt"
+    longest = max(answers.num_chosen)
+    cut = tokenize_pairs(config(place.path / "answers.jsonl", max_length=longest, **settings), tokenizer)
+    assert max(len(ids) - own for ids, own in zip(cut.ids, cut.num_chosen, strict=True)) == longest
+    for rows, words in (
+        ([{"prompt": "a", "completion": "b", "label": "maybe"}], "'label' must be true or false: .*:1 has 'maybe'"),
+        ([{"prompt": "a", "completion": "b"}], "column 'label' is missing"),
+        ([PAIR, PAIR], "two different prompts: got one"),
+    ):
+        place.rows("bad.jsonl", rows)
+        with pytest.raises(DataError, match=words):
+            tokenize_pairs(config(place.path / "bad.jsonl", **settings), tokenizer)
+
+
+def test_a_run_on_single_answers_starts_at_a_half_and_ranks_held_out_ones(place):
+    rows = [{"prompt": f"{n}?", "completion": "yes" if n % 2 else "no", "label": n % 2 == 1} for n in range(30)]
+    place.rows("answers.jsonl", rows[:20])
+    place.rows("held.jsonl", rows[20:])
+    settings = {"dpo": {"kind": "kto"}, "data": {"path": "answers.jsonl"}, "eval": {"dataset": "held.jsonl"}}
+    words = ["20 answers (10 of them desirable)", "kto, beta 0.1", "1 undesirable", "held.jsonl · 10 answers"]
+    place.train("dpo", "a", steps=8, words=words, **settings)
+    steps, held_out = place.steps("a"), read_metrics(place.path / "runs/a")
+    assert steps[0]["policy/loss"] == pytest.approx(0.5, abs=1e-6)
+    assert steps[-1]["preference/margin"] > 0.01
+    assert steps[-1]["policy/loss"] < 0.5
+    assert all(step["preference/kl"] >= 0 for step in steps)
+    assert held_out[-1]["eval/answers/mean"] == 1.0, "answers that it has not seen, like those that it has"
+    place.run("eval", "a", words=["10 answers"])
 
 
 @pytest.mark.parametrize("pairs", [sums_preferences, sums_mistakes])

@@ -34,6 +34,7 @@ def resume_at_step_2(place, steps, **compared):
         ("sft", {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4, "every": 2}}),
         ("dpo", {"dpo": {"kind": "ipo"}}),  # the reference stays the model of the first step
         ("dpo", {"dpo": {"kind": "ipo", "reference": "none"}}),
+        ("dpo", {"dpo": {"kind": "kto"}}),
         ("dpo", {"dpo": {"kind": "ipo"}, "model": "untied", "lora": {"r": 2}}),
         ("sft", {"eval": HELD_OUT, "lora": {"r": 2, "dropout": 0.5}}),  # an evaluation draws no random numbers
         ("sft", {"lora": {"r": 2, "modules_to_save": ["lm_head"]}}),

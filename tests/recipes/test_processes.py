@@ -38,10 +38,13 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", ["sft", "dpo", "reward"])
-def test_held_out_rows_on_two_processes_have_the_numbers_of_one(place, recipe, layout):
+@pytest.mark.parametrize(
+    ("recipe", "loss"),
+    [("sft", {}), ("dpo", {}), ("dpo", {"dpo": {"kind": "orpo"}}), ("dpo", {"dpo": {"kind": "kto"}}), ("reward", {})],
+)
+def test_held_out_rows_on_two_processes_have_the_numbers_of_one(place, recipe, loss, layout):
     held_out = {"dataset": "sums", "rows": 5, "every": 2}
-    changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM, "eval": held_out}
+    changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM, "eval": held_out} | loss
     place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=4, **changes)
     for suffix in ("", "-untied"):
         one, two = (read_metrics(place.path / f"runs/{run}{suffix}")[0] for run in ("one", "two"))

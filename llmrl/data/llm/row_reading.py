@@ -77,7 +77,7 @@ class Reading:
         if all(has_value(self.row.get(name)) for name in ("chosen", "rejected")):
             return " Pairs are trained by llmrl dpo or llmrl reward."
         if any(isinstance(self.row.get(name), bool) for name in _LABELS):
-            return " KTO's rows, an answer with a label, are not pairs: llmrl sft trains those with label true."
+            return " Rows of an answer with a label are trained by llmrl dpo with dpo.kind=kto."
         if has_value(self.row.get("text")):
             return " Raw text is not read: llmrl trains conversations."
         return ""
@@ -199,9 +199,18 @@ class Reading:
                 if not value:
                     raise DataError(
                         f"dataset: an answer to train on must be a good one: {self.where} has {name} = "
-                        f"{self.row[name]!r}, as KTO's rows have; keep the rows with a true one, or rename the column "
-                        "if it means something else."
+                        f"{self.row[name]!r}, as KTO's rows have; keep the rows with a true one, train with llmrl dpo "
+                        "and dpo.kind=kto, or rename the column if it means something else."
                     )
+
+    def label(self, column: str | None) -> bool:
+        """Whether the answer is desirable. Raises DataError for a label that is missing, or neither true nor false"""
+        column = column or next((name for name in _LABELS if self.row.get(name) is not None), _LABELS[0])
+        value = self.take(column)
+        value = _JSON.get(value.lower(), value) if isinstance(value, str) else value
+        if not (isinstance(value, (bool, int)) and value in (0, 1)):
+            raise DataError(f"dataset: {column!r} must be true or false: {self.where} has {value!r:.40}.")
+        return bool(value)
 
     def trained_turns(self, messages: list[Message]) -> bool:
         """True if a turn of the assistant is trained. Raises DataError for a trained one without content, or with a

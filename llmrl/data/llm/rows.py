@@ -91,7 +91,45 @@ def read_conversation(
     system_prompt: str | None = None,
 ) -> ReadRow:
     """`to_messages`, with the columns that it leaves out, and whether the row is trained."""
+    return _read_conversation(Reading(row, number), prompt_column, completion_column, system_prompt)
+
+
+def read_answers(
+    row: Row,
+    *,
+    number: int | None = None,
+    prompt_column: str | None = None,
+    completion_column: str | None = None,
+    label_column: str | None = None,
+    chosen_column: str = "chosen",
+    rejected_column: str = "rejected",
+    system_prompt: str | None = None,
+) -> tuple[ReadRow, tuple[bool, ...]]:
+    """The conversations of a row whose last answers are desirable (True) or not, as KTO trains them: both of a pair, or
+    one with its label.
+
+    Reads    a pair like `to_pair`; or the conversation like `to_messages` and its label, true or false: ``label``,
+             ``kto_tag`` or ``label_column``
+    Raises   DataError like these, for a label that is missing or neither, or a conversation that does not end with an
+             answer
+
+    >>> read_answers({"prompt": "2 + 2?", "completion": "5", "label": False})[1]
+    (False,)
+    """
+    if all(has_value(row.get(column)) for column in (chosen_column, rejected_column)):
+        columns = {"prompt_column": prompt_column, "chosen_column": chosen_column, "rejected_column": rejected_column}
+        return read_pair(row, number=number, **columns, system_prompt=system_prompt), (True, False)
     reading = Reading(row, number)
+    label = reading.label(label_column)
+    read = _read_conversation(reading, prompt_column, completion_column, system_prompt)
+    if read.chats[0][-1]["role"] != "assistant":
+        raise DataError(f"dataset: a conversation with a label must end with an answer: {reading.where} does not.")
+    return read, (label,)
+
+
+def _read_conversation(
+    reading: Reading, prompt_column: str | None, completion_column: str | None, system_prompt: str | None
+) -> ReadRow:
     messages = reading.chat(prompt_column) if completion_column is None else None
     if messages is None:
         prompt_column = prompt_column or reading.pick(PROMPT_COLUMNS, "prompt", CHAT_COLUMNS)

@@ -1,4 +1,4 @@
-"""Losses for language models: `GRPOLoss` and its relatives, `DPOLoss`, `RewardLoss`, `SFTLoss`, and their parts."""
+"""Losses for language models: `GRPOLoss`, `DPOLoss`, `KTOLoss`, `RewardLoss`, `SFTLoss`, and their parts."""
 
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm.functional import StepCounts
     from llmrl.objectives.llm.groups import GroupQuota
     from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
+    from llmrl.objectives.llm.kto import KTOLoss, KTOLossOutput
     from llmrl.objectives.llm.ppo import ValueLoss, ValueLossOutput, gae
     from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
     from llmrl.objectives.llm.settings import DEFAULTS, PRESETS, DistillSettings, GRPOSettings, Preset
@@ -32,6 +33,8 @@ __all__ = [
     "GRPOLossOutput",
     "GRPOSettings",
     "GroupQuota",
+    "KTOLoss",
+    "KTOLossOutput",
     "MCAdvantage",
     "Preset",
     "RewardLoss",

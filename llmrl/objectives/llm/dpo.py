@@ -13,9 +13,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.data.ragged.tensordicts import required
-from llmrl.errors import ConfigError, DataError
-from llmrl.modules.llm.vision import present
+from llmrl.errors import ConfigError
 from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
@@ -128,13 +126,7 @@ class DPOLoss(LossModule):
         log_prob_B2 = self._score(pairs)
         reference_B2 = torch.zeros_like(log_prob_B2)
         if not self.reference_free:
-            reference_B2 = required(td, self.tensor_keys.reference, "DPOLoss", "write sequence_log_probs there")
-            # A row without trained tokens is a placeholder on a rank without pairs; its reference may be anything.
-            without_tokens_B2 = torch.stack((~pairs.mask_CT.any(-1)).chunk(2), -1)
-            reference_B2 = reference_B2.to(log_prob_B2).masked_fill(without_tokens_B2, 0.0)
-            if not reference_B2.isfinite().all():
-                row = int((~reference_B2.isfinite()).any(-1).nonzero()[0])
-                raise DataError(f"DPOLoss: reference_log_probs must be finite: got NaN or inf in row {row}.")
+            reference_B2 = pairs.reference(td, self.tensor_keys.reference).to(log_prob_B2)
         # An answer's implicit reward is beta times its log-ratio, up to a prompt term that cancels in the margin.
         chosen_B, rejected_B = (log_prob_B2 - reference_B2).unbind(-1)
         margin_B = fn.log_odds_ratio(chosen_B, rejected_B) if self.kind == "orpo" else chosen_B - rejected_B
@@ -154,16 +146,7 @@ class DPOLoss(LossModule):
 
     def _score(self, pairs: Pairs) -> Tensor:
         """float32[B, 2], with grad."""
-        batch, mask_CT, media = pairs
-        token_scores = reading.token_scores_of(self.actor_network)
-        if token_scores is None:
-            raise ConfigError(
-                f"DPOLoss: the actor must have token_scores, as policy wrappers and TokenScorer have: got "
-                f"{type(self.actor_network).__name__}."
-            )
-        given = {"entropy": False, **present(media=media)}
-        scores = token_scores(batch.input_ids, batch.attention_mask, mask_CT, **given)
-        log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
+        log_prob_C = pairs.log_probs(self.actor_network)
         if self.normalize_by_seq_length:
-            log_prob_C = log_prob_C / mask_CT.sum(-1).clamp(min=1)
+            log_prob_C = log_prob_C / pairs.mask_CT.sum(-1).clamp(min=1)
         return torch.stack(log_prob_C.chunk(2), -1)  # the chosen answers are the first half of the rows

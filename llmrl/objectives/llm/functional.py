@@ -188,6 +188,28 @@ def log_odds_ratio(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
     return chosen_B - rejected_B - (log_one_minus_exp(chosen_B) - log_one_minus_exp(rejected_B))
 
 
+def kto(
+    log_ratio_B: Tensor,
+    desirable_B: Tensor,
+    kl: float,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """The loss of single answers that are desirable or not, w (1 - sigmoid(s beta (log pi - log pi_ref - kl))): s and w
+    are 1 and ``desirable_weight`` for a desirable answer, -1 and ``undesirable_weight`` for another one.
+
+    Source: Ethayarajh et al. 2024, KTO (arXiv:2402.01306), eqs. 7 and 8.
+
+    >>> kto(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), 2.0, beta=0.1, undesirable_weight=3.0)
+    tensor([0.5000, 1.5000])
+    """
+    sign_B = torch.full_like(log_ratio_B, -1.0).masked_fill(desirable_B, 1.0)
+    weight_B = torch.full_like(log_ratio_B, undesirable_weight).masked_fill(desirable_B, desirable_weight)
+    return weight_B * torch.sigmoid(-sign_B * beta * (log_ratio_B - kl))
+
+
 def bradley_terry(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | float = 0.0) -> Tensor:
     """-log sigmoid(r_chosen - r_rejected - margin) per pair: the loss of a reward model.
 
@@ -362,10 +384,11 @@ class StepCounts:
     """Counts of a whole optimizer step, over all micro-batches and ranks: the denominators of a loss.
 
     ``tokens`` trained tokens, ``sequences`` rows with at least one of them, ``groups`` groups with at least one,
-    ``group_tokens`` trained tokens by group id (only "prompt-mean" reads it). Counts of disjoint parts add up:
+    ``group_tokens`` trained tokens by group id (only "prompt-mean" reads it), ``log_ratios`` the sum of log pi - log
+    pi_ref of mismatched answers (only `KTOLoss` reads it). Counts of disjoint parts add up:
 
     >>> StepCounts(tokens=5, sequences=2, groups=1, group_tokens={7: 5}) + StepCounts(3, 1, 1, {7: 3})
-    StepCounts(tokens=8, sequences=3, groups=1, group_tokens={7: 8})
+    StepCounts(tokens=8, sequences=3, groups=1, group_tokens={7: 8}, log_ratios=0.0)
 
     Every term is a local sum divided by a count of the step, so the terms of micro-batches add up to that of the step.
     Under DDP or FSDP, which average gradients, multiply the loss by the number of ranks.
@@ -375,6 +398,7 @@ class StepCounts:
     sequences: int = 0
     groups: int = 0
     group_tokens: dict[int, int] = field(default_factory=dict)
+    log_ratios: float = 0.0
 
     def __add__(self, other: StepCounts) -> StepCounts:
         merged = dict(self.group_tokens)
@@ -382,7 +406,8 @@ class StepCounts:
             merged[group] = merged.get(group, 0) + tokens
         # A group in both parts counts once; only its id shows that it is the same group.
         groups = len(merged) if merged else self.groups + other.groups
-        return StepCounts(self.tokens + other.tokens, self.sequences + other.sequences, groups, merged)
+        log_ratios = self.log_ratios + other.log_ratios
+        return StepCounts(self.tokens + other.tokens, self.sequences + other.sequences, groups, merged, log_ratios)
 
     def __radd__(self, other: int) -> StepCounts:
         if other != 0:

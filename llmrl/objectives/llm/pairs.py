@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
 
 from llmrl.data.ragged.tensordicts import required
-from llmrl.errors import DataError
+from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.log_probs import with_predecessor
-from llmrl.modules.llm.vision import POSITIONS, Media, read_media
-from llmrl.objectives.llm.batch import PaddedBatch
-from llmrl.objectives.llm.functional import StepCounts
+from llmrl.modules.llm.vision import POSITIONS, Media, present, read_media
+from llmrl.objectives.llm.batch import PaddedBatch, token_scores_of
+from llmrl.objectives.llm.functional import StepCounts, sequence_sum
 
 
 class Pairs(NamedTuple):
@@ -31,6 +33,46 @@ class Pairs(NamedTuple):
         """The part of this batch in a mean over the pairs of a step."""
         is_pair_B = self.mask_CT.any(-1).chunk(2)[0]  # rows without trained tokens only fill a rank without pairs
         return value_B.masked_fill(~is_pair_B, 0.0).sum() / max(counts.sequences, 1)
+
+    def half(self, number: int) -> Pairs:
+        """The first (0) or the second (1) conversation of each row, B of them, padded to the longest."""
+        ids_BT, attention_BT = (each.chunk(2)[number] for each in (self.batch.input_ids, self.batch.attention_mask))
+        lengths = self.batch.lengths[len(ids_BT) * number :][: len(ids_BT)]
+        batch = replace(
+            self.batch,
+            input_ids=ids_BT[:, : max(lengths)],
+            attention_mask=attention_BT[:, : max(lengths)],
+            lengths=lengths,
+        )
+        media = None if self.media is None else self.media[len(ids_BT) * number :][: len(ids_BT)]
+        return Pairs(batch, self.mask_CT.chunk(2)[number][:, : max(lengths)], media)
+
+    def log_probs(self, actor: nn.Module) -> Tensor:
+        """float32[C]: the log-prob of each answer under the actor, with grad.
+
+        Raises  ConfigError for an actor without token_scores
+        """
+        token_scores = token_scores_of(actor)
+        if token_scores is None:
+            raise ConfigError(
+                f"{self.batch.reader}: the actor must have token_scores, as policy wrappers and TokenScorer have: got "
+                f"{type(actor).__name__}."
+            )
+        given = {"entropy": False, **present(media=self.media)}
+        scores = token_scores(self.batch.input_ids, self.batch.attention_mask, self.mask_CT, **given)
+        return sequence_sum(scores.log_probs, self.mask_CT)
+
+    def reference(self, td: TensorDictBase, key: NestedKey) -> Tensor:
+        """float[B, 2]: the log-probs of both answers under the reference. Raises  DataError for NaN or inf"""
+        reader = self.batch.reader
+        reference_B2 = required(td, key, reader, "write sequence_log_probs there")
+        # A row without trained tokens is a placeholder on a rank without pairs; its reference may be anything.
+        without_tokens_B2 = torch.stack((~self.mask_CT.any(-1)).chunk(2), -1)
+        reference_B2 = reference_B2.masked_fill(without_tokens_B2.to(reference_B2.device), 0.0)
+        if not reference_B2.isfinite().all():
+            row = int((~reference_B2.isfinite()).any(-1).nonzero()[0])
+            raise DataError(f"{reader}: reference_log_probs must be finite: got NaN or inf in row {row}.")
+        return reference_B2.to(self.mask_CT.device)
 
 
 def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
