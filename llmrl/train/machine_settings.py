@@ -12,12 +12,27 @@ from llmrl.settings import Settings
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimSettings(Settings):
-    """AdamW."""
+class MuonSettings(Settings):
+    """Muon, by the names of ``torch.optim.Muon``."""
 
-    name: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
-        "adamw", description="adamw_8bit: a quarter of the memory, by torchao; adamw_offload: moments in host memory"
+    lr: float | None = Field(None, gt=0, le=100, description="peak learning rate of the matrices; null: optim.lr")
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay rate of the momentum")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="times the rate of a matrix of A x B: 0.2 sqrt(max(A, B)), so that AdamW's rates fit; or "
+        "sqrt(max(1, A / B))",
     )
+
+
+class OptimSettings(Settings):
+    """AdamW, or Muon with AdamW."""
+
+    name: Literal["adamw", "adamw_8bit", "adamw_offload", "muon"] = Field(
+        "adamw",
+        description="adamw_8bit: a quarter of the memory, by torchao; adamw_offload: moments in host memory; muon: for "
+        "the matrices of the decoder layers, AdamW for all else",
+    )
+    muon: MuonSettings = MuonSettings()
     lr: float = Field(
         1e-6, gt=0, le=100, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]}
     )
@@ -30,6 +45,12 @@ class OptimSettings(Settings):
     clip_norm: float = Field(
         1.0, gt=0, description="gradients are scaled down to this norm", json_schema_extra={"also": ["max_grad_norm"]}
     )
+
+    @model_validator(mode="after")
+    def _muon_is_chosen(self) -> OptimSettings:
+        if self.name != "muon" and self.muon != MuonSettings():
+            raise ValueError(f"optim.muon is for optim.name muon: got {self.name}")
+        return self
 
 
 class MemorySettings(Settings):

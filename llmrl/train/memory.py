@@ -98,7 +98,8 @@ def plan_memory(
     trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
     held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
     grpo = config if isinstance(config, GRPOConfig) else None
-    moments = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}  # moment bytes per weight byte
+    muon = 2.0 - shape.matrices / shape.parameters  # one moment for each matrix
+    moments = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0, "muon": muon}  # per byte of a weight
     stays = {"weights": held, "optimizer": moments[config.optim.name] * trained / parts}
     if isinstance(config, PPOConfig):  # counted as large as the policy; they are never trained at the same time
         stays["critic"] = held + moments[config.ppo.critic_optim.name] * trained / parts

@@ -33,6 +33,7 @@ class ModelShape:
     ``parameters``     of the whole model; tied embeddings count once
     ``multiplied``     decoder parameters that each token is multiplied with; in a mixture only those of chosen experts
     ``largest_block``  parameters of the largest decoder layer
+    ``matrices``       parameters in the 2-D weights of the decoder layers (`block_matrices`)
     ``outer``          parameters outside the decoder layers
     ``frozen``         parameters that are not trained; ``frozen_products``, those of ``multiplied``
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
@@ -68,6 +69,7 @@ class ModelShape:
     frozen: int = 0
     splits: bool = False
     frozen_products: int = 0
+    matrices: int = 0
 
     def activations(self, tokens: float, arithmetic: Arithmetic, *, length: int, checkpointing: bool) -> float:
         """Bytes kept for the backward pass of ``tokens`` tokens in rows padded to ``length``, without the logits."""
@@ -104,6 +106,12 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in others]
 
 
+def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained 2-D weights of the decoder layers, which Muon trains; not those of experts, which are 3-D stacks."""
+    weights = (weight for block in decoder_blocks(model) for weight in block.parameters())
+    return [weight for weight in weights if weight.ndim == 2 and weight.requires_grad]
+
+
 def model_shape(model: PreTrainedModel) -> ModelShape:
     """The shape of a transformers causal language model, on any device including meta."""
     config = model.config.get_text_config()
@@ -118,6 +126,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         multiplied=sum(_multiplied(block, config) for block in blocks),
         frozen_products=sum(_multiplied(block, config, frozen=True) for block in blocks),
         largest_block=max(numbers, default=0),
+        matrices=sum(weight.numel() for weight in block_matrices(model)),
         outer=_numel(model) - sum(numbers),
         num_blocks=len(blocks),
         hidden=config.hidden_size,

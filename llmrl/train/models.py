@@ -26,6 +26,7 @@ from llmrl.run.files import share_files
 from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of, start_adapter, tokenizer_of
 from llmrl.train.lora import add_adapters, merge_saved, quantization
+from llmrl.train.model_shape import block_matrices
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
@@ -422,6 +423,11 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
         raise ConfigError(
             "optim.name=adamw_8bit cannot be used with parallel.mode=fsdp2: checkpoints cannot store its moments; "
             "use optim.name=adamw_offload, or parallel.mode=ddp."
+        )
+    if config.optim.name == "muon" and (config.lora is not None or not block_matrices(model)):
+        got = "lora, whose matrices are factors of one" if config.lora is not None else "a model without them"
+        raise ConfigError(
+            f"optim.name=muon trains the 2-D weights of the decoder layers as they are: got {got}; use adamw."
         )
     if (size := config.parallel.context) > 1:
         fault = why_not_split(model, size)

@@ -120,7 +120,7 @@ def data_plan(
         *_images(config, data.renderer, shape, data.media),
         ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
         ("loss", config.loss_in_words),
-        ("optim", _optim(config.optim)),
+        ("optim", _optim(config.optim, shape)),
         ("template", check_template(data.renderer, share=data.trained_share())),
         ("data", _count_rows(config, data.source, data)),
         *_not_used(data.unused, data.renderer.unused_keys),
@@ -284,7 +284,7 @@ def _grpo_plan(
         ("", f"{'aggregation':<12}{words['aggregation']}"),
         ("", f"{'KL':<12}{words['kl']}"),
         *([("", f"{'not used':<12}{', '.join(unused)}: {type(algorithm).__name__} does without")] if unused else []),
-        ("optim", _optim(config.optim)),
+        ("optim", _optim(config.optim, shape)),
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
@@ -372,11 +372,17 @@ def _microbatches(config: ModelSource) -> str:
     return f"at most {config.tokens_per_microbatch} padded tokens at once"
 
 
-def _optim(optim: OptimSettings) -> str:
+def _optim(optim: OptimSettings, shape: ModelShape) -> str:
     import_optimizer(optim)
     warmup = f" after {counted(optim.warmup, 'step')}" if optim.warmup else ""
-    name = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "adamw_offload": "AdamW in host memory"}[optim.name]
-    return f"{name} · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
+    names = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "adamw_offload": "AdamW in host memory"}
+    share = f"{shape.matrices / shape.parameters:.0%} of the parameters"
+    names["muon"] = (
+        f"Muon for the 2-D weights of the decoder layers ({share}), AdamW for embeddings, output layer, norms"
+    )
+    names["muon"] += f", biases and all else · lr of Muon {optim.muon.lr or optim.lr:g}, {optim.muon.adjust_lr_fn}"
+    lr = f"lr {optim.lr:g} {optim.schedule}{warmup}"
+    return f"{names[optim.name]} · {lr} · gradient norm at most {optim.clip_norm:g}"
 
 
 def _sampling(config: GRPOConfig) -> str:

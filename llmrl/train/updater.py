@@ -36,8 +36,8 @@ from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.gpus import find_gpu
 from llmrl.train.memory import uses_checkpointing
-from llmrl.train.model_shape import decoder_blocks, model_shape
-from llmrl.train.optimizers import make_optimizer, set_learning_rate
+from llmrl.train.model_shape import block_matrices, decoder_blocks, model_shape
+from llmrl.train.optimizers import make_optimizer, set_learning_rate, set_options
 from llmrl.train.row_lengths import RowLengths, microbatches
 from llmrl.train.settings import ModelSource, OptimSettings
 from llmrl.train.sft_data import AT_ONCE
@@ -77,7 +77,8 @@ class Updater:
         self.scorer = session.prepare(scorer)
         self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         place = torch.device("cpu") if session.offloads else session.device
-        self.optimizer = make_optimizer(self._trained, config.optim, place)
+        matrices = block_matrices(self._model)
+        self.optimizer = make_optimizer(self._trained, config.optim, place, matrices=matrices)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since the last `speed`
         self._gpu = find_gpu(session.device, session.world_size)
         is_known = self._gpu and self._gpu.flops and session.low_precision  # the peak in the table is for bfloat16
@@ -277,12 +278,11 @@ class Updater:
         return get_optimizer_state_dict(self.scorer, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads ``state``, sharded or whole on every rank; betas and weight decay are those of the settings."""
+        """Loads ``state``, sharded or whole on every rank; its options are those of the settings."""
         tensors = (value for values in state["state"].values() for value in values.values())
         options = StateDictOptions(full_state_dict=not any(isinstance(value, DTensor) for value in tensors))
         set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
-        for group in self.optimizer.param_groups:
-            group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}
+        set_options(self.optimizer, self.settings)
 
 
 def make_updater(

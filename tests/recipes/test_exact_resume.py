@@ -36,6 +36,7 @@ def resume_at_step_2(place, steps, **compared):
         ("dpo", {"dpo": {"kind": "ipo", "reference": "none"}}),
         ("dpo", {"dpo": {"kind": "kto"}}),
         ("dpo", {"dpo": {"kind": "ipo"}, "model": "untied", "lora": {"r": 2}}),
+        ("sft", {"optim": {**OPTIM, "name": "muon", "muon": {"lr": 2e-3}}}),
         ("sft", {"eval": HELD_OUT, "lora": {"r": 2, "dropout": 0.5}}),  # an evaluation draws no random numbers
         ("sft", {"lora": {"r": 2, "modules_to_save": ["lm_head"]}}),
         ("dpo", {"eval": HELD_OUT}),
@@ -53,11 +54,11 @@ def resume_at_step_2(place, steps, **compared):
     ],
 )
 def test_training_is_resumed_exactly(place, command, changes):
-    changes = {"model": "tied"} | changes
+    changes = {"model": "tied", "optim": OPTIM} | changes
     kinds = {"tied": {}, "untied": {"tied": False}, "gpt2": {"architecture": "gpt2"}}
     for name in {changes["model"], changes.get("ppo", {}).get("critic", changes["model"])}:
         save_tiny(name, **kinds[name])
-    place.train(command, "straight", steps=5, optim=OPTIM, checkpoint={"every": 2, "keep": 5}, **changes)
+    place.train(command, "straight", steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
     resume_at_step_2(place, 5)
     if command in ("grpo", "ppo"):
         place.same_rollouts("straight", "cut", 5)

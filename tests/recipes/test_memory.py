@@ -30,8 +30,8 @@ from llmrl.train.memory import (
     trainer_gpus,
     with_changes,
 )
-from llmrl.train.model_shape import model_shape
-from llmrl.train.optimizers import OffloadedAdamW, make_optimizer
+from llmrl.train.model_shape import block_matrices, model_shape
+from llmrl.train.optimizers import OffloadedAdamW, make_optimizer, set_learning_rate
 from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.row_lengths import RowLengths
@@ -391,6 +391,33 @@ def test_moments_in_host_memory_give_the_steps_of_adamw():
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
     assert len(makes[1].param_groups[0]["params"]) == 2
+
+
+def test_muon_trains_the_matrices_of_decoder_layers_and_adamw_all_else():
+    optim = OptimSettings(name="muon", lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, muon={"lr": 0.02, "momentum": 0.9})
+    ours, theirs = tiny_model(layers=2, hidden_size=32, heads=2), tiny_model(layers=2, hidden_size=32, heads=2)
+    matrices = block_matrices(ours)
+    assert sum(weight.numel() for weight in matrices) == model_shape(ours).matrices
+    named = {name for name, weight in ours.named_parameters() if any(weight is each for each in matrices)}
+    parts = {name.split(".")[-2] for name in named}
+    assert parts == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(named) == 2 * 7
+    optimizer = make_optimizer(ours.parameters(), optim, torch.device("cpu"), matrices=matrices)
+    by_muon = [weight for name, weight in theirs.named_parameters() if name in named]
+    others = [weight for name, weight in theirs.named_parameters() if name not in named]
+    muon = torch.optim.Muon(by_muon, lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9))
+    set_learning_rate(optimizer, 0.01)
+    for step in range(3):
+        for model, steppers in ((ours, [optimizer]), (theirs, [muon, adamw])):
+            model(torch.arange(6)[None] + step).logits.square().sum().backward()
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+        if step == 1:  # as a checkpoint does
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
 def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):

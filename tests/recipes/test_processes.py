@@ -27,10 +27,11 @@ def resume_without(place, step):
     place.same("one", "two", tolerance=1e-5, step=step)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layout):
+@pytest.mark.parametrize(("layout", "optimizer"), [("ddp", "adamw"), ("fsdp2", "adamw"), ("fsdp2", "muon")])
+def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layout, optimizer):
     overrides, words = (f"parallel.mode={layout}", "memory.checkpointing=on"), [f"2 processes, {layout.upper()}"]
-    changes = {"steps": 5, "batch_size": 9, "tokens_per_microbatch": 200, "optim": OPTIM, "checkpoint": {"every": 3}}
+    changes = {"steps": 5, "batch_size": 9, "tokens_per_microbatch": 200, "checkpoint": {"every": 3}}
+    changes["optim"] = OPTIM | {"name": optimizer}
     result = place.train_as_one_and_as_ranks("sft", *overrides, step=5, words=words, **changes, **EVAL)
     assert result.out.count("sft · sums") == 2, "of two runs: only the first process prints"
     assert place.checkpoints("two") == ["step3", "step5"]
