@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
-from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
+from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, RejectionSettings
 from llmrl.settings import Settings
 from llmrl.train.adapter_files import disagreements, lora_settings, start_adapter
 from llmrl.train.machine_settings import (
@@ -441,6 +441,26 @@ class GRPOConfig(ModelSource):
         if loss.kl == 0:  # no reference is loaded for a weight of 0
             loss = loss.model_copy(update={"kl": None})
         return advantage, GRPOSettings(**chosen).over(loss).complete()
+
+
+class RejectionConfig(GRPOConfig):
+    """Rejection sampling: the best answers to each prompt are learned as examples."""
+
+    COMMAND: ClassVar[str] = "rejection"
+    ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.rejection:RejectionSampling"
+    SECTION: ClassVar[str | None] = "rejection"
+
+    rejection: RejectionSettings = RejectionSettings()
+
+    @model_validator(mode="after")
+    def _answers_can_be_chosen(self) -> RejectionConfig:
+        if self.algorithm is not None:
+            raise ValueError("algorithm: llmrl rejection has one already; name another one with llmrl grpo")
+        if self.rejection.keep > self.group_size:
+            raise ValueError(f"rejection.keep must be at most group_size {self.group_size}: got {self.rejection.keep}")
+        if self.env.max_records > 1:
+            raise ValueError("env.on_rewrite new_record is not for rejection: an answer must be one record")
+        return self
 
 
 class SFTData(Settings):

@@ -14,6 +14,8 @@ from llmrl.errors import ConfigError, ShapeError
 from llmrl.objectives import LossModule, Metric, merge_outputs
 from llmrl.objectives.llm import Algorithm, GRPOLoss, GRPOSettings, MCAdvantage
 from llmrl.objectives.llm.groups import group_advantage
+from llmrl.objectives.llm.rejection import RejectionSampling
+from llmrl.objectives.llm.settings import RejectionSettings
 from llmrl.settings import Settings
 from llmrl.train.algorithms import check_columns, load_algorithm
 from llmrl.train.settings import GRPOConfig
@@ -49,6 +51,20 @@ class Best(Algorithm):
 def best(offset=0.0, **grpo):
     settings = GRPOSettings(surrogate="reinforce", **grpo).complete()
     return Best(Options(offset=offset), group_size=2, advantage={"scale": "none"}, grpo=settings)
+
+
+def test_rejection_sampling_keeps_the_best_answers_above_the_median():
+    rewards = [0.0, 1.0, 0.5, 1.0, 1.0, 1.0, math.nan, 0.0, 2.0]
+    rows = [conversation(number, 2, 3, group=number // 3) for number in range(9)]
+    for row, reward in zip(rows, rewards, strict=True):
+        row["next", "reward"], row["next", "done"] = torch.tensor([[reward]]), torch.ones(1, dtype=torch.bool)
+    algorithm = RejectionSampling(RejectionSettings(keep=1), group_size=3, advantage={}, grpo=GRPOSettings())
+    assert algorithm.advantages(lazy(rows[:2])) is None, "it waits for the whole group"
+    chosen = algorithm.advantages(lazy(rows[2:]))
+    assert chosen["next", "reward"].flatten().tolist() == [1.0, 2.0]
+    assert chosen["advantage"].tolist() == [[[1.0]]] * 2
+    loss = algorithm.make_loss(Recorded(torch.full((2, 5), -2.0)))
+    assert loss(chosen).loss_sft.item() == 2.0
 
 
 def test_the_base_class_is_grpo():

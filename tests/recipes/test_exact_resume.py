@@ -44,6 +44,7 @@ def resume_at_step_2(place, steps, **compared):
         ("reward", {"model": "untied"}),
         ("grpo", {}),
         ("grpo", {"model": "untied"}),
+        ("rejection", {"rejection": {"keep": 1}}),
         ("grpo", {"updates_per_step": 2, "group_size": 5}),
         ("grpo", {"algorithm": "tests.support.twins:Twins", "grpo": {"kl": 0.5}, "updates_per_step": 2}),
         ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),

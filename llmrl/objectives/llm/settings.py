@@ -458,3 +458,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         for name, (source, advantage, settings) in _PRESETS.items()
     }
 )
+
+
+class RejectionSettings(Settings):
+    """Which of a prompt's answers are learned."""
+
+    keep: int = Field(
+        2, ge=1, description="at most so many answers to a prompt, the best above their median, are learned"
+    )
