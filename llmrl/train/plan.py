@@ -226,15 +226,9 @@ def prepare_grpo(
 
 def _check_processes(config: GRPOConfig, world_size: int) -> None:
     """Raises ConfigError for settings that do not work with this number of processes."""
-    advantage, _ = config.grpo_settings()
     if config.prompts_per_step % world_size:
         raise ConfigError(
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
-        )
-    if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
-        raise ConfigError(
-            f"algo {config.algo} divides by the spread of a whole batch, but each of the {world_size} processes has "
-            "only a part of it: use one process, or an algorithm that normalises within groups"
         )
     sharded = config.parallel.mode == "fsdp2" and world_size > 1
     if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:

@@ -1,5 +1,7 @@
 import io
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -427,6 +429,33 @@ def test_whitening_divides_by_the_moments_over_the_trained_tokens(split):
         assert out["advantage"].flatten().tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     with pytest.raises(MissingKeyError, match="all_assistant_mask"):
         MCAdvantage(2, whiten=True).inv(given.exclude("masks"))
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("scale", ["batch", "none"])
+def test_the_batch_of_three_processes_is_that_of_one(scale, whiten):
+    rewards = [1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 3.0, 0.0]  # the second process has a group of equal rewards, left out
+    masks = LazyStackedTensorDict(*[TensorDict(all_assistant_mask=torch.arange(9) < 2 + i % 5) for i in range(8)])
+    given = batch([1, 1, 2, 2, 3, 3, 4, 4], rewards, masks=masks)
+    settings = {"scale": scale, "whiten": whiten, "on_zero_variance": "drop"}
+    whole = written(MCAdvantage(2, **settings).inv(given))
+    barrier, sent = threading.Barrier(3, timeout=60), {}
+
+    def process(rank):
+        def gather(values):
+            sent[rank] = values
+            barrier.wait()
+            received = [value for other in range(3) for value in sent[other]]
+            barrier.wait()
+            return received
+
+        rows = [given[:4], given[4:6], given[6:]][rank]
+        return MCAdvantage(2, **settings, gather=gather).inv(rows)
+
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(process, range(3)))
+    assert parts[1] is None
+    assert written(parts[0]) | written(parts[2]) == whole
 
 
 def test_raw_rewards_go_through_as_they_are():

@@ -53,11 +53,18 @@ def test_held_out_rows_on_two_processes_have_the_numbers_of_one(place, recipe, l
         assert one == pytest.approx(two, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("algorithm", [None, "tests.support.twins:Twins"])
-def test_grpo_on_two_processes_has_the_numbers_of_one(place, algorithm, layout):
+@pytest.mark.parametrize(
+    ("layout", "chosen"),
+    [
+        *[(layout, {"grpo": {"kl": 0.1}}) for layout in LAYOUTS],
+        *[(layout, {"grpo": {"kl": 0.1}, "algorithm": "tests.support.twins:Twins"}) for layout in LAYOUTS],
+        ("ddp", {"grpo": {"scale": "batch"}}),  # of all processes
+        ("ddp", {"algo": "reinforce++"}),
+    ],
+)
+def test_grpo_on_two_processes_has_the_numbers_of_one(place, layout, chosen):
     overrides = (f"parallel.mode={layout}", "memory.offload=activations", "optim.name=adamw_offload")
-    changes = {"steps": 4, "optim": OPTIM, "grpo": {"kl": 0.1}, "tokens_per_microbatch": 150, "algorithm": algorithm}
+    changes = {"steps": 4, "optim": OPTIM, "tokens_per_microbatch": 150, **chosen}
     place.train_as_one_and_as_ranks("grpo", *overrides, step=4, checkpoint={"every": 2}, **changes)
     for step in range(1, 5):
         one = sorted((r.group, r.completion, r.reward) for r in place.rollouts("one", step))
@@ -256,7 +263,6 @@ def test_ctrl_c_in_the_terminal_of_two_processes_leaves_one_checkpoint_to_go_on_
 @pytest.mark.parametrize(
     ("changes", "override", "message"),
     [
-        ({"grpo": {"scale": "batch"}}, "steps=3", "2 processes has only a part of it: use one process"),
         ({"prompts_per_step": 3}, "steps=3", "prompts_per_step 3 must be a multiple of the 2 processes"),
         ({}, "stepz=3", "stepz  is not a setting"),
     ],

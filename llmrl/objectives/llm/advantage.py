@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -54,6 +54,9 @@ class MCAdvantage(Transform):
 
     docs/algorithms.md, "The advantage", explains the settings, the counters and how rows form trajectories.
 
+    ``gather`` returns the tensors of all processes: with it ``scale="batch"`` and ``whiten`` use the batch of all of
+    them, and each must call ``inv`` equally often, also without rows.
+
     >>> batch = TensorDict(
     ...     group_id=torch.tensor([7, 7]),
     ...     next=TensorDict(reward=torch.tensor([0.0, 1.0]).view(2, 1, 1), done=torch.ones(2, 1, dtype=torch.bool)),
@@ -85,8 +88,10 @@ class MCAdvantage(Transform):
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
         candidate_selector: CandidateSelector | None = None,
+        gather: Callable[[list[Tensor]], list[Tensor]] | None = None,
     ):
         super().__init__()
+        self.gather = gather
         self.group_size = grpo_size
         self.prompt_key, self.rewards_key, self.advantage_key = prompt_key, rewards_key, advantage_key
         self.done_key, self.mask_key, self.policy_version_key = done_key, mask_key, policy_version_key
@@ -169,7 +174,7 @@ class MCAdvantage(Transform):
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         if 0 in td.batch_size:
-            return None
+            return self._no_rows(scaled=False)
         if not td.batch_dims:
             td = LazyStackedTensorDict(td)
         # A batch of complete groups needs no queue and is computed at once; anything else goes row by row.
@@ -217,7 +222,7 @@ class MCAdvantage(Transform):
             keep_B = torch.empty_like(order_B, dtype=torch.bool)
             keep_B[order_B] = keep_NG.flatten()
             if not bool(keep_B.any()):
-                return None
+                return self._no_rows()
             td = td[keep_B]
         if not self.whiten:
             return td
@@ -307,7 +312,7 @@ class MCAdvantage(Transform):
 
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
-            return None
+            return self._no_rows(scaled=False)
         size = max(map(len, groups))
         nothing = torch.empty(0, dtype=torch.float64)  # pads a group in which candidates failed
         flat: list[Tensor] = []
@@ -328,7 +333,7 @@ class MCAdvantage(Transform):
                         advantages.append(value.view(reward.shape))
                     rows.extend(member.rows)
         if not rows:
-            return None
+            return self._no_rows()
         td = from_rows(rows)
         if self.whiten:
             advantages = self._whitened(td, advantages)
@@ -345,6 +350,16 @@ class MCAdvantage(Transform):
 
     # --- shared by both paths ---
 
+    def _of_all(self, values: Tensor) -> Tensor:
+        """The values of all processes, one after another; a collective."""
+        return values if self.gather is None else torch.cat(self.gather([values.cpu()])).to(values.device)
+
+    def _no_rows(self, *, scaled: bool = True) -> None:
+        """Nothing to write; this process still takes part in what the others exchange."""
+        nothing = torch.empty(0, dtype=torch.float64)
+        for _ in range((self.scale == "batch" and not scaled) + 2 * self.whiten):
+            self._of_all(nothing)
+
     def _whitened(self, td: TensorDictBase, advantages: list[Tensor]) -> list[Tensor]:
         mask_BT, lengths = trained_tokens(td, self.mask_key, "MCAdvantage")
         weights = []
@@ -357,7 +372,8 @@ class MCAdvantage(Transform):
                 )
             # An advantage per conversation counts once per trained token: the moments are those over tokens.
             weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask[:num_tokens])
-        flat = whitened(torch.cat([value.flatten() for value in advantages]), torch.cat(weights))
+        values, counts = torch.cat([value.flatten() for value in advantages]), torch.cat(weights)
+        flat = whitened(values, counts, (self._of_all(values), self._of_all(counts)))
         parts = flat.to(torch.float32).split([value.numel() for value in advantages])
         return [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]
 
@@ -384,8 +400,9 @@ class MCAdvantage(Transform):
             keep_N &= ~equal_N
         advantage_NC = values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)  # no part in the std of scale="batch"
         written = int(keep_N.sum())
+        batch = self._of_all(advantage_NC.flatten()) if self.scale == "batch" else None
         if written:
-            advantage_NC = group_advantage(advantage_NC, scale=self.scale, eps=self.eps)
+            advantage_NC = group_advantage(advantage_NC, scale=self.scale, eps=self.eps, batch=batch)
         self.counters["failed"] += num_failed
         self.counters["completed"] += num_groups
         self.counters["written"] += written

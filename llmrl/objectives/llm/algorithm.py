@@ -86,6 +86,7 @@ class Algorithm:
     metrics: ClassVar[Mapping[str, Metric]] = {}
     reads: ClassVar[Sequence[NestedKey]] = ()
     compares_groups: ClassVar[bool] = True
+    context: Context | None = None
 
     def __init__(self, options: Any, *, group_size: int, advantage: Mapping[str, Any], grpo: GRPOSettings):
         self.options, self.group_size, self.advantage, self.grpo = options, group_size, advantage, grpo
@@ -171,7 +172,8 @@ class Algorithm:
         in the shape of the reward, and returns the rows to train, None if there are none.
         """
         own = {} if type(self).group_advantages is Algorithm.group_advantages else {"scale": self.group_advantages}
-        return MCAdvantage(self.group_size, **{**self.advantage, **own})
+        gather = None if self.context is None else self.context.session.gather
+        return MCAdvantage(self.group_size, **{**self.advantage, **own}, gather=gather)
 
     @cached_property
     def groups(self) -> Transform:

@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def group_advantage(rewards_NG: Tensor, *, scale: Scale | Advantages = "group", eps: float = 1e-6) -> Tensor:
+def group_advantage(
+    rewards_NG: Tensor, *, scale: Scale | Advantages = "group", eps: float = 1e-6, batch: Tensor | None = None
+) -> Tensor:
     """The advantage of each completion over its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
@@ -49,7 +51,8 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale | Advantages = "group", 
     | ``"max_rl"`` | (R - mean) / mean, for rewards that are not negative | MaxRL (arXiv:2602.02710) |
     | ``"raw"`` | R: the group is not a baseline, see `whitened` | REINFORCE++ (arXiv:2501.03262) |
 
-    A function in place of a name gets the float64 rewards [N, G] and returns advantages of the same shape.
+    A function in place of a name gets the float64 rewards [N, G] and returns advantages of the same shape. ``batch``:
+    rewards, those of all processes, for the std of "batch"; None: the given ones.
 
     >>> group_advantage(torch.tensor([1.0, 0.0, 0.5, 0.0]), scale="none").tolist()
     [0.625, -0.375, 0.125, -0.375]
@@ -59,7 +62,7 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale | Advantages = "group", 
     if rewards_NG.ndim not in (1, 2):
         raise ShapeError(f"group_advantage: rewards must have the shape [N, G] or [G]: got {list(rewards_NG.shape)}.")
     if rewards_NG.ndim == 1:
-        return group_advantage(rewards_NG.unsqueeze(0), scale=scale, eps=eps).squeeze(0)
+        return group_advantage(rewards_NG.unsqueeze(0), scale=scale, eps=eps, batch=batch).squeeze(0)
     rewards_NG = rewards_NG.to(torch.float64)
     if scale == "raw":
         return rewards_NG.clone()
@@ -73,7 +76,11 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale | Advantages = "group", 
     count_N1 = (~absent_NG).sum(1, keepdim=True).to(torch.float64)
     mean_N1 = rewards_NG.nansum(1, keepdim=True) / count_N1
     centred_NG = rewards_NG - mean_N1
-    advantage_NG = _scaled(rewards_NG, centred_NG, mean_N1, count_N1, scale, eps)
+    if scale == "batch":
+        batch = rewards_NG if batch is None else batch.to(torch.float64)
+        advantage_NG = centred_NG / (batch[~batch.isnan()].std() + eps)
+    else:
+        advantage_NG = _scaled(rewards_NG, centred_NG, mean_N1, count_N1, scale, eps)
     # Equal rewards can differ from their mean by a rounding error, which dividing by the std would amplify.
     lowest_N1 = rewards_NG.masked_fill(absent_NG, torch.inf).amin(1, keepdim=True)
     highest_N1 = rewards_NG.masked_fill(absent_NG, -torch.inf).amax(1, keepdim=True)
@@ -87,8 +94,6 @@ def _scaled(
     if scale in ("group", "clamp", "population"):
         std_N1 = (squares_N1 / (count_N1 if scale == "population" else count_N1 - 1)).sqrt()
         return centred_NG / (std_N1.clamp(min=eps) if scale == "clamp" else std_N1 + eps)
-    if scale == "batch":
-        return centred_NG / (rewards_NG[~rewards_NG.isnan()].std() + eps)
     if scale == "max_rl":
         if bool((rewards_NG < 0).any()):
             raise ValueError("group_advantage: max_rl divides by the mean reward, so rewards must not be negative.")
@@ -106,22 +111,24 @@ def _scaled(
 
 
 @torch.no_grad()
-def whitened(values_N: Tensor, weights_N: Tensor) -> Tensor:
+def whitened(values_N: Tensor, weights_N: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """(value - mean) / std, float64[N], where value i counts ``weights_N[i]`` times; 0 for all if they are equal.
 
     With the number of trained tokens as weight, mean and std are those over the tokens of a batch, as in REINFORCE++
-    (arXiv:2501.03262). A value of weight 0 affects neither.
+    (arXiv:2501.03262). A value of weight 0 affects neither. ``batch``: values and weights, those of all processes, that
+    mean and std are taken from; None: the given ones.
 
     >>> whitened(torch.tensor([1.0, 0.0]), torch.tensor([1, 3])).tolist()
     [1.7320508075688774, -0.57735026918962...]
     """
-    values_N, weights_N = values_N.to(torch.float64), weights_N.to(torch.float64)
-    counted_N = weights_N > 0
-    if not bool(counted_N.any()) or bool(values_N[counted_N].amin() >= values_N[counted_N].amax()):
+    values_N = values_N.to(torch.float64)
+    all_M, weights_M = (part.to(torch.float64) for part in batch or (values_N, weights_N))
+    counted_M = weights_M > 0
+    if not bool(counted_M.any()) or bool(all_M[counted_M].amin() >= all_M[counted_M].amax()):
         return torch.zeros_like(values_N)
-    share_N = weights_N / weights_N.sum()
-    centred_N = values_N - (share_N * values_N).sum()
-    return centred_N / (share_N * centred_N.square()).sum().clamp(min=1e-8).sqrt()
+    share_M = weights_M / weights_M.sum()
+    mean = (share_M * all_M).sum()
+    return (values_N - mean) / (share_M * (all_M - mean).square()).sum().clamp(min=1e-8).sqrt()
 
 
 # --------------------------------------------------------------------------------------------------------- waiting
