@@ -13,9 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import chunk_rows
+from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.sequence_split import can_share_heads
+from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.lora import num_trained, saved_modules
@@ -25,7 +29,7 @@ from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.row_lengths import RowLengths
-from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
+from llmrl.train.settings import DistillConfig, GRPOConfig, ModelSource, SFTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,6 +111,8 @@ def plan_memory(
         stays["reference"] = whole / ranks
     elif grpo and grpo.grpo.kl and start_adapter(config.model):  # those it began with, and a copy of its own
         stays["reference"] = 2 * trained
+    if isinstance(config, DistillConfig) and config.teacher:
+        stays["teacher"] = (2.0 if low_precision else 4.0) * _num_weights(config.teacher) / ranks
     gradients, host = trained / parts, 0.0
     if sharded and config.memory.offload == "parameters" and capacity is not None:
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
@@ -130,6 +136,17 @@ def plan_memory(
         checkpointing=checkpointing,
         host=host,
     )
+
+
+@cache
+def _num_weights(source: str) -> int:
+    from transformers import AutoConfig
+
+    def build(source: str, **options: Any) -> PreTrainedModel:
+        return model_class(sizes := AutoConfig.from_pretrained(source, **options)).from_config(sizes)
+
+    with torch.device("meta"):
+        return model_shape(loaded(build, source, setting="distill.teacher")).parameters
 
 
 def _plan_on(

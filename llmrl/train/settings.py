@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
-from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, RejectionSettings
+from llmrl.objectives.llm.settings import PRESETS, DistillSettings, GRPOSettings, RejectionSettings
 from llmrl.settings import Settings
 from llmrl.train.adapter_files import disagreements, lora_settings, start_adapter
 from llmrl.train.machine_settings import (
@@ -95,6 +95,7 @@ class RewardSettings(Settings):
 class EnvSettings(Settings):
     """Prompts, tools, user and rewards."""
 
+    NEEDS_REWARD: ClassVar[bool] = True  # False: without any, every answer has the reward 0
     name: EnvName = Field(
         "chat",
         description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval: with their prompts and "
@@ -169,7 +170,7 @@ class EnvSettings(Settings):
     def _parts_fit_each_other(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
             raise ValueError("env has reward and rewards: put the single one into the list")
-        given = {"dataset": self.dataset is not None, "reward": self._has_reward}
+        given = {"dataset": self.dataset is not None, "reward": self._has_reward or not self.NEEDS_REWARD}
         if self.name == "chat" and not all(given.values()):
             raise ValueError(f"env {self.name} needs {' and '.join(key for key in given if not given[key])}")
         for column in ("prompt_column", "answer_column"):
@@ -196,7 +197,8 @@ class EnvSettings(Settings):
         if ":" in self.name:  # imported here: these two import torch
             from llmrl.train.environments import check_env
 
-            given = {"has_dataset": self.dataset is not None, "has_reward": self._has_reward}
+            has_reward = self._has_reward or not self.NEEDS_REWARD
+            given = {"has_dataset": self.dataset is not None, "has_reward": has_reward}
             checks["name",] = partial(check_env, self.name, self.options, **given)
         if ":" in self.tool_format:
             from llmrl.envs.llm.tool_calls import call_format
@@ -460,6 +462,48 @@ class RejectionConfig(GRPOConfig):
             raise ValueError(f"rejection.keep must be at most group_size {self.group_size}: got {self.rejection.keep}")
         if self.env.max_records > 1:
             raise ValueError("env.on_rewrite new_record is not for rejection: an answer must be one record")
+        return self
+
+
+class UnscoredEnvSettings(EnvSettings):
+    """Prompts, tools and user; rewards are measured if there are any."""
+
+    NEEDS_REWARD: ClassVar[bool] = False
+
+
+class DistillConfig(GRPOConfig):
+    """On-policy distillation: answers of the student, each of its tokens compared with what a teacher would write."""
+
+    COMMAND: ClassVar[str] = "distill"
+    ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.distill:Distill"
+    SECTION: ClassVar[str] = "distill"
+    GROUPS: ClassVar[bool] = False
+
+    env: UnscoredEnvSettings
+    group_size: int = Field(
+        1, ge=1, description="answers per prompt", json_schema_extra={"also": ["num_generations", "n"]}
+    )
+    distill: DistillSettings
+
+    @property
+    def teacher(self) -> str | None:
+        """The model that is loaded beside the student; None: it is behind a URL."""
+        return None if self.distill.is_server else self.distill.teacher
+
+    @model_validator(mode="after")
+    def _check_distillation(self) -> DistillConfig:
+        options, heat = self.distill, self.sampling.temperature
+        if options.weight_reward and self.group_size < 2:
+            raise ValueError("distill.weight_reward compares the rewards of a group: set group_size to at least 2")
+        if options.estimator == "sample" and options.temperature not in (None, heat):
+            raise ValueError(
+                f"distill.temperature: estimator sample needs that of sampling, {heat}: got {options.temperature}"
+            )
+        if options.is_server and (options.temperature or heat) != 1:
+            raise ValueError(
+                f"distill.teacher: a server scores at temperature 1: got {options.temperature or heat}; set "
+                "sampling.temperature or distill.temperature to 1"
+            )
         return self
 
 

@@ -51,6 +51,11 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
     return [rows[index] for index in range(min(len(rows), settings.rows or len(rows)))]
 
 
+def _nothing(completion: str) -> float:
+    """The reward of a run that needs none."""
+    return 0.0
+
+
 class Task:
     """Tools, user and rewards of the settings, loaded once, and the environments that use them.
 
@@ -108,6 +113,8 @@ class Task:
         Environments of one task share its tools and reward functions, but not conversations.
         """
         env = self._asking(rows, (*self._acting, *self._scoring), **options)
+        if not env.reward_keys and not self.settings.NEEDS_REWARD:
+            env.append_transform(RewardFunction(_nothing, name="none"))
         if not env.reward_keys:
             raise ConfigError(
                 f"environment: {self.settings.label} gives no reward: append a transform with a reward, which declares "
@@ -191,6 +198,8 @@ class Task:
             return [maker.scorer(self.tokenizer)]
         if maker is not DatasetChatEnv:
             return []  # a user-defined environment has its own reward
+        if self.settings.name == "chat":
+            return []  # checked before: a run that needs no reward
         reward = colours_reward if self.settings.name == "colours" else sums_reward
         return [RewardFunction(reward, name="correct", **shared)]
 

@@ -54,7 +54,7 @@ GRPO = {
 }
 CRITIC = {"critic_optim": {"lr": 1e-2}, "critic_warmup": 1, "gamma": 0.99, "lam": 0.9}
 PPO = {**GRPO, "prompts_per_step": 14, "group_size": 1, "ppo": CRITIC}
-BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO, "ppo": PPO, "rejection": GRPO}
+BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO, "ppo": PPO, "rejection": GRPO, "distill": GRPO}
 VOWELS = """
 def share(completion, answer):
     return sum(letter in "aeiou" for letter in completion) / 10

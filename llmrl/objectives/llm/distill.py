@@ -10,7 +10,9 @@ hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,11 +22,14 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from llmrl.data.ragged.stack import stack_columns
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import (
     HeadGradients,
     HeadOptions,
     HeadSpec,
+    TokenScorer,
     TokenScores,
     chunk_rows,
     chunks_of_logits,
@@ -33,15 +38,18 @@ from llmrl.modules.llm.log_probs import (
     score_hidden,
 )
 from llmrl.modules.llm.packing import HeadPath, map_logits, reduction_dtype
+from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.batch import PaddedBatch, actor_scores
+from llmrl.objectives.llm.algorithm import Algorithm, Context
+from llmrl.objectives.llm.batch import TOKENS, PaddedBatch, actor_scores
 from llmrl.objectives.llm.grpo import GRPOLoss
 from llmrl.objectives.llm.settings import DistillSettings, GRPOSettings
 from llmrl.objectives.metric import Metric
 
 SAMPLED = ("next", "teacher_log_probs", "full")  # columns of a teacher that was asked before the step's updates
 TOP_IDS, TOP_LOG_PROBS = ("teacher_top", "ids"), ("teacher_top", "log_probs")
+_AT_ONCE = 64  # tokens whose likeliest ids are found together
 _LEAST, _MOST = -69.0, 1 - 1e-6  # of the student's rest, log(1e-30); of the teacher's K, whose sum rounding blurs
 
 
@@ -99,9 +107,10 @@ def read_teacher(
     Raises  DataError for ids beyond the teacher's embedding
     """
     found: list[HiddenTeacher] = []
+    is_sharded = hasattr(getattr(scorer, "model", None), "call_whole")
 
     def keep(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: HeadOptions) -> tuple[Tensor | None, ...]:
-        found.append(HiddenTeacher(hidden_NH, *_frozen_head(path, hidden_NH, options)))
+        found.append(HiddenTeacher(hidden_NH, *_frozen_head(path, hidden_NH, options, copies=is_sharded)))
         return torch.zeros_like(targets_N, dtype=torch.float32), None, torch.zeros_like(targets_N, dtype=torch.bool)
 
     with torch.no_grad():
@@ -115,15 +124,17 @@ def read_teacher(
     return teacher
 
 
-def _frozen_head(path: HeadPath, hidden_NH: Tensor, options: HeadOptions) -> tuple[Callable[[Tensor], Tensor], int]:
+def _frozen_head(
+    path: HeadPath, hidden_NH: Tensor, options: HeadOptions, *, copies: bool
+) -> tuple[Callable[[Tensor], Tensor], int]:
     """A function from hidden states to logits that can be called later, and the number of logits."""
     if (plain := plain_head(path, hidden_NH, options)) is None:
         head = head_module(path.head)
         head = getattr(head, "base_layer", head) if getattr(head, "disable_adapters", False) else head
         size = head(hidden_NH[:1]).shape[-1] if len(hidden_NH) else head.weight.shape[0]
         return lambda hidden_CH: map_logits(head(hidden_CH), path, options.temperature), size
-    # In the precision of the product, once. A copy where the model is sharded, whose weights are gone after the pass.
-    weight_VH = plain.weight.detach().to(plain.spec.dtype, copy=hasattr(type(path.body), "unshard"))
+    # In the precision of the product, once. The weights of a sharded model are gone after the pass.
+    weight_VH = plain.weight.detach().to(plain.spec.dtype, copy=copies)
     bias_V = None if plain.bias is None else plain.bias.detach().clone()
 
     def logits(hidden_CH: Tensor) -> Tensor:
@@ -264,6 +275,7 @@ class DistillLoss(GRPOLoss):
     Returns the fields of GRPOLossOutput as a dict, with ``loss_distill`` and ``distill``, the mean divergence
 
     temperature  of both distributions; of ``sample`` that of sampling
+    vocabulary   ids below this alone may be among the teacher's likeliest; None: all
     """
 
     metrics: ClassVar = {
@@ -279,10 +291,11 @@ class DistillLoss(GRPOLoss):
         *,
         teacher: nn.Module | None = None,
         temperature: float = 1.0,
+        vocabulary: int | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(actor_network, settings, **keywords)
-        self.options, self.temperature = options or DistillSettings(), temperature
+        self.options, self.temperature, self.vocabulary = options or DistillSettings(), temperature, vocabulary
         self.__dict__["teacher"] = teacher  # not as a module: its parameters are no part of the loss
         if teacher is None and self.options.estimator == "full":
             raise ConfigError("DistillLoss: estimator 'full' needs a teacher with token_scores: got None.")
@@ -290,11 +303,27 @@ class DistillLoss(GRPOLoss):
     def placeholder(self, device: torch.device) -> dict[str, Any]:
         own = super().placeholder(device)
         top = {
-            "ids": torch.zeros(1, 1, self.options.k, dtype=torch.int32),
-            "log_probs": torch.zeros(1, 1, self.options.k),
+            "ids": torch.zeros(1, 1, self.options.num_likeliest, dtype=torch.int32),
+            "log_probs": torch.zeros(1, 1, self.options.num_likeliest),
         }
         own["next"]["teacher_log_probs"] = own["next"]["ref_log_probs"].clone()
         return own | {"teacher_top": TensorDict(top, batch_size=[1]).to(device)}
+
+    @torch.no_grad()
+    def ask_teacher(self, td: TensorDictBase) -> Tensor:
+        """Log-probs [B, T] of the sampled tokens under the teacher; for ``topk`` [B, T, 2K]: ids, then log-probs."""
+        batch, mask_BT = self._read(td)
+        media = present(media=read_media(td))
+        if self.options.estimator == "sample":
+            arguments = (batch.input_ids, batch.attention_mask, mask_BT)
+            return self.teacher.token_scores(*arguments, temperature=self.temperature, **media).log_probs
+        teacher = read_teacher(self.teacher, batch, mask_BT, self.temperature, **media)
+        logits = (teacher.logits(part_CH)[:, : self.vocabulary] for part_CH in teacher.hidden_NH.split(_AT_ONCE))
+        tops = [log_softmax_(logits_CV).topk(self.options.num_likeliest) for logits_CV in logits]
+        found_NK = torch.cat([torch.cat([top.indices.to(top.values), top.values], 1) for top in tops])  # ids are exact
+        found = found_NK.new_zeros(*mask_BT.shape, found_NK.shape[1])
+        found[mask_BT] = found_NK
+        return found
 
     def scores(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> TokenScores:
         options, settings = self.options, self.settings
@@ -326,3 +355,138 @@ class DistillLoss(GRPOLoss):
         value_BT, clipped = super().surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         weight = self.options.weight_reward
         return (weight * value_BT if weight else torch.zeros_like(value_BT)), clipped
+
+
+# ------------------------------------------------------------------------------------------------------- the algorithm
+
+
+class Distill(Algorithm):
+    """``llmrl distill``: answers of the student, each token trained towards what the teacher would have written.
+
+    Rewards are read only with ``weight_reward``; without it no answer is dropped for its reward.
+    """
+
+    settings = DistillSettings
+    loss = DistillLoss
+    compares_groups = False
+
+    def __init__(self, options: DistillSettings, *, group_size: int, advantage: Any, grpo: GRPOSettings):
+        # Groups of equal rewards have the teacher's gradient.
+        super().__init__(options, group_size=group_size, advantage={**advantage, "on_zero_variance": "keep"}, grpo=grpo)
+        self.teacher: FrozenTeacher | ServedTeacher | None = None
+
+    def describe(self) -> dict[str, str]:
+        options, others = self.options, self.grpo.describe()["kl"]
+        kinds = {"reverse": "KL(student, teacher)", "forward": "KL(teacher, student)"}
+        value = kinds.get(options.divergence, f"Jensen-Shannon, beta {options.weight:g}")
+        places = {
+            "full": "the whole vocabulary",
+            "topk": f"its {options.num_likeliest} likeliest tokens and all others together",
+        }
+        over = places.get(options.estimator, "the sampled token")
+        heat = "that of sampling" if options.temperature is None else f"{options.temperature:g}"
+        words = {"kl": f"{value} over {over} · temperature of both: {heat} · teacher {options.teacher}"}
+        if others != "0":
+            words["kl"] += f"; and {others}"
+        if not options.weight_reward:
+            words |= {"advantage": "none: no reward is trained on", "ratio": "none"}
+        else:
+            words["kl"] += f"; and {options.weight_reward:g} x the loss by reward"
+        return words
+
+    def build(self, context: Context) -> None:
+        if context.session.split is not None:
+            raise ConfigError(
+                f"distill: must run with parallel.context=1: got {context.config.parallel.context}; the teacher's "
+                "scores are not split over ranks."
+            )
+        self.temperature = self.options.temperature or context.config.sampling.temperature
+        if self.options.is_server:
+            self.teacher = context.run.close_at_end(ServedTeacher(self.options))
+        else:
+            self.teacher = FrozenTeacher.load(self.options.teacher, context)
+        super().build(context)
+
+    def make_loss(self, actor: nn.Module) -> DistillLoss:
+        given = {"teacher": self.teacher, "temperature": self.temperature, "vocabulary": len(self.context.tokenizer)}
+        return DistillLoss(actor, self.grpo, self.options, **given)
+
+    def advantages(self, rows: TensorDictBase) -> TensorDictBase | None:
+        if self.options.weight_reward:
+            return super().advantages(rows)
+        reward = rows.get(("next", "reward"))
+        kept = reward.flatten(1).isfinite().all(1)  # a completion that failed is no data
+        return rows[kept].set("advantage", torch.zeros_like(reward[kept])) if kept.any() else None
+
+    def prepare(self, batches: Sequence[TensorDictBase | None]) -> dict[str, float]:
+        clock, metrics = time.perf_counter(), super().prepare(batches)
+        if self.options.estimator != "full":
+            for batch in batches:
+                self.teacher.write(self.policy_loss, batch, self.context)
+            metrics["time/logp"] = time.perf_counter() - clock
+        return metrics
+
+
+class FrozenTeacher:
+    """A teacher beside the student, in the precision of the run's arithmetic."""
+
+    def __init__(self, scorer: TokenScorer, precision: Callable[[], AbstractContextManager[Any]]):
+        self._scorer, self._precision, self.model = scorer, precision, scorer.model
+
+    @classmethod
+    def load(cls, name: str, context: Context) -> FrozenTeacher:
+        model = context.load_model(name).requires_grad_(False)
+        if context.session.low_precision and not context.session.sharded:
+            model.to(torch.bfloat16)  # it is never updated
+        return cls(TokenScorer(model, packing=context.config.packing), context.session.autocast)
+
+    def token_scores(self, *batch: Tensor, **options: Any) -> TokenScores:
+        with self._precision():
+            return self._scorer.token_scores(*batch, **options)
+
+    def write(self, loss: DistillLoss, batch: TensorDictBase | None, context: Context) -> None:
+        """Writes the columns that the loss reads, by passes over the micro-batches of its updates."""
+        found = context.updater.score(loss, batch, loss.ask_teacher)
+        if batch is not None:
+            lengths = [len(ids) for ids in batch.get(TOKENS, as_list=True)]
+            write_columns(batch, [row[:length] for row, length in zip(found, lengths, strict=True)])
+
+
+class ServedTeacher:
+    """A teacher behind the URL of a vLLM server, which scores the ids that it is sent, at temperature 1.
+
+    Raises  ConfigError for a server that gives fewer than ``k`` log-probs
+    """
+
+    def __init__(self, options: DistillSettings):
+        self._engine, self._k = VLLMEngine(options.teacher, eos_token_ids=()), options.num_likeliest
+        try:
+            if options.estimator == "topk":
+                self._engine.likeliest([torch.arange(2)], self._k)  # now, not after the first rollouts
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the connections; the server goes on."""
+        self._engine.close()
+
+    def write(self, loss: DistillLoss, batch: TensorDictBase | None, context: Context) -> None:
+        """Writes the columns that the loss reads."""
+        if batch is None:
+            return
+        rows = batch.get(TOKENS, as_list=True)
+        if loss.options.estimator == "sample":
+            write_columns(batch, [row.float() for row in self._engine.score(rows)])
+        else:
+            write_columns(batch, self._engine.likeliest(rows, self._k))
+
+
+def write_columns(batch: TensorDictBase, found: Sequence[Tensor]) -> None:
+    """Log-probs [T] of the sampled tokens, or [T, 2K]: the ids of the likeliest, then their log-probs."""
+    if found[0].ndim == 1:
+        batch.set(SAMPLED[1], LogProbs.from_rows({"full": list(found)}))
+        return
+    ids, log_probs = zip(*(row.chunk(2, -1) for row in found), strict=True)
+    columns = {"ids": [row.int() for row in ids], "log_probs": [row.float() for row in log_probs]}
+    batch.set(TOP_IDS[0], stack_columns(columns, [len(found)]))

@@ -280,8 +280,8 @@ class GRPOSettings(Settings):
 class DistillSettings(Settings):
     """The teacher, and how far the student is from it: a recipe's ``distill:`` section."""
 
-    teacher: str | None = Field(
-        default=None, description="a folder, hub name or run, beside the student; or a vLLM server's http://host:port"
+    teacher: str = Field(
+        default="", description="a folder, hub name or run, beside the student; or a vLLM server's http://host:port"
     )
     divergence: Literal["reverse", "forward", "jsd"] = Field(
         default="reverse",
@@ -295,7 +295,9 @@ class DistillSettings(Settings):
         description="full: over the whole vocabulary; topk: over the teacher's k likeliest tokens and all others "
         "together; sample: from the sampled token alone",
     )
-    k: int = Field(default=64, ge=1, description="with topk, how many; a server gives at most its --max-logprobs")
+    k: int | None = Field(
+        default=None, ge=1, description="with topk, how many; null: 64; a server gives at most its --max-logprobs"
+    )
     temperature: float | None = Field(
         default=None, gt=0, description="of both distributions; null: that of sampling, which sample needs"
     )
@@ -309,8 +311,12 @@ class DistillSettings(Settings):
         return {"reverse": 1.0, "forward": 0.0}.get(self.divergence, 0.5 if self.beta is None else self.beta)
 
     @property
+    def num_likeliest(self) -> int:
+        return 64 if self.k is None else self.k
+
+    @property
     def is_server(self) -> bool:
-        return bool(self.teacher) and self.teacher.startswith(("http://", "https://"))
+        return self.teacher.startswith(("http://", "https://"))
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -321,7 +327,7 @@ class DistillSettings(Settings):
                 f"estimator sample estimates divergence reverse: got {self.divergence}; use topk",
             ),
             (
-                "k" not in self.model_fields_set or self.estimator == "topk",
+                self.k is None or self.estimator == "topk",
                 f"k is for estimator topk: got {self.estimator}",
             ),
             (

@@ -2,20 +2,26 @@
 killed and started again: calls end in an error, and weights that it lost are noticed.
 """
 
+import contextlib
 import os
 import signal
 import threading
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
+from transformers import AutoModelForCausalLM
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm import ChatHistory, vLLMWrapper
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.objectives.llm import DistillLoss, DistillSettings
+from llmrl.objectives.llm.distill import SAMPLED, TOP_IDS, TOP_LOG_PROBS, ServedTeacher, write_columns
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish
+from tests.support.losses import conversation
 from tests.support.vllm import (
     BackgroundCall,
     WatchedGroups,
@@ -62,6 +68,29 @@ def test_a_server_is_asked_for_what_it_counted_and_has_no_peaks(engine):
     for _ in range(2):
         engine.generate([torch.arange(1, 301)], SHORT)
     assert engine.take_gauges() == {"preempted": 0, "prefix_queries": 600, "prefix_hits": 256}
+
+
+def test_a_teacher_by_its_url_says_what_the_same_teacher_says_here(vllm_server, served_folder):
+    """The likeliest tokens and the sampled one; more of them than the server gives are refused."""
+    model = AutoModelForCausalLM.from_pretrained(served_folder).eval()
+    for estimator, keys in (("sample", [SAMPLED[1:]]), ("topk", [TOP_IDS, TOP_LOG_PROBS])):
+        options = DistillSettings(
+            teacher=vllm_server.url, estimator=estimator, **{"k": 4} if estimator == "topk" else {}
+        )
+        loss = DistillLoss(TokenScorer(model), options=options, teacher=TokenScorer(model))
+        rows = [conversation(seed, 3, 2 + seed, dtype=torch.float32).select("tokens", "masks") for seed in range(3)]
+        here, there = lazy_stack(rows), lazy_stack(rows).clone()
+        lengths = [len(row["tokens", "full"]) for row in rows]
+        write_columns(here, [row[:length] for row, length in zip(loss.ask_teacher(here), lengths, strict=True)])
+        with contextlib.closing(ServedTeacher(options)) as teacher:
+            teacher.write(loss, there, None)
+        for key in keys:
+            found, expected = (batch.get(key, as_list=True) for batch in (there, here))
+            masks = here.get(("masks", "all_assistant_mask"), as_list=True)
+            got = [row[mask].float() for row, mask in zip(found, masks, strict=True)]
+            assert_rows_close(got, [row[mask].float() for row, mask in zip(expected, masks, strict=True)])
+    with pytest.raises(ConfigError, match="--max-logprobs 50"):
+        ServedTeacher(DistillSettings(teacher=vllm_server.url, estimator="topk", k=50))
 
 
 def test_a_server_cannot_sleep_and_goes_on_serving(engine):

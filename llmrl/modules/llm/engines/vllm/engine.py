@@ -243,11 +243,30 @@ class VLLMEngine(SeededEngine):
         scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
         return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
 
+    def likeliest(self, sequences: Sequence[Tensor], k: int) -> list[Tensor]:
+        """Of each token the ``k`` likeliest ids at its place and their log-probs, float32[T, 2K]; only of a server.
+
+        The first token has none, 0. A server gives at most as many as its ``--max-logprobs``, 20 by default.
+        Raises  UnsupportedError for another engine; ConfigError for more than the server gives
+        """
+        if self.core.info.place != "server":
+            raise UnsupportedError("VLLMEngine: likeliest tokens are read from a server: this engine is none.")
+        rows = self._rows(sequences, "a sequence", 0)
+        end = self._end(max(map(len, rows), default=0))
+        with self._lock.holding("requests", end, "scoring"):
+            self._check_ready("scoring")
+            try:
+                scores = self._score(rows, 1.0, end, k=k) if rows else []
+            except ConfigError as error:
+                raise ConfigError(f"{error} Start it with --max-logprobs {k}, or ask for fewer.") from error
+        return [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
+
     def _score(
-        self, rows: list[list[int]], temperature: float, end: float, media: list[Media] | None = None
+        self, rows: list[list[int]], temperature: float, end: float, media: list[Media] | None = None, k: int = 0
     ) -> list[Tensor]:
         given = {"media": media, "version": self.version}
-        answers = self.core.complete(Requests(rows, [SCORING] * len(rows), "scoring", end, temperature, **given))
+        options = [{**SCORING, "prompt_logprobs": k}] * len(rows)
+        answers = self.core.complete(Requests(rows, options, "scoring", end, temperature, **given))
         scores = [answer.prompt_log_probs for answer in answers]
         if aborted := sum(score is None for score in scores):
             raise RolloutError(f"VLLMEngine: every sequence must be scored: {aborted} were aborted.")

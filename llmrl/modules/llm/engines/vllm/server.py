@@ -46,6 +46,22 @@ def served_model(url: str, *, timeout_s: float = _CONNECT_S) -> dict[str, Any]:
         connections.close()
 
 
+def _likeliest(entries: list[dict[str, Any] | None], k: int) -> torch.Tensor:
+    """float32[P, 2K] of a prompt's log-probs: the ids of the K likeliest tokens, then their log-probs.
+
+    A server adds the token of the prompt to them, with its rank; the first token has none.
+    """
+    found = torch.zeros(len(entries), 2 * k)
+    for row, entry in zip(found, entries, strict=True):
+        ranked = sorted((value["rank"], int(token), value["logprob"]) for token, value in (entry or {}).items())
+        if entry and len(ranked) < k:
+            raise RolloutError(f"VLLMEngine: a server must give {k} log-probs at each token: got {len(ranked)}.")
+        if entry:
+            _, ids, values = zip(*ranked[:k], strict=True)
+            row.copy_(torch.tensor([*ids, *values]))
+    return found
+
+
 class ServerCore:
     """Requests to one server.
 
@@ -120,6 +136,8 @@ class ServerCore:
         choice = self._connections.ask("POST", "/v1/completions", body | options, end=end)["choices"][0]
         if choice["prompt_token_ids"] != prompt:
             raise RolloutError(f"VLLMEngine: {self.url} must read the prompt ids that were sent: it read others.")
+        if k := options.get("prompt_logprobs"):
+            return ABORTED._replace(prompt_log_probs=_likeliest(choice["prompt_logprobs"], k))
         if "prompt_logprobs" in options:
             pairs = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
             scores = torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])

@@ -1,0 +1,81 @@
+"""Training towards a teacher: without a reward, by every estimator; and the teachers and settings that are refused."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from llmrl.modules.llm.model_files import loaded
+from tests.support.saved_models import save_tiny
+
+PROMPTS = {"env": {"name": "chat", "dataset": "prompts.jsonl", "reward": None}, "group_size": 1, "prompts_per_step": 16}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A wider model with seven more rows of embeddings for the same tokens."""
+    folder = tmp_path_factory.mktemp("teacher")
+    save_tiny(folder, hidden_size=64, heads=2)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"divergence": "jsd", "beta": 0.3}, {"estimator": "topk", "k": 5}, {"estimator": "sample"}],
+    ids=["full", "jsd", "topk", "sample"],
+)
+def test_a_student_comes_closer_to_its_teacher_without_a_reward(place, teacher, options):
+    changes = {**PROMPTS, "steps": 5, "updates_per_step": 2, "distill": {"teacher": teacher, **options}}
+    place.train("distill", "run", words=["no reward is trained on", "KL teacher", f"teacher {teacher}"], **changes)
+    rows = place.metrics("run")
+    distances = [row["policy/kl_teacher"] for row in rows if "policy/kl_teacher" in row]
+    assert len(distances) == 5
+    if options.get("estimator") != "sample":  # which is of a few tokens: its mean is in tests/objectives
+        assert distances[-1] < 0.9 * distances[0]
+    assert all(row["reward/mean"] == 0 and row["group/kept_frac"] == 1 for row in rows if "reward/mean" in row)
+
+
+def test_the_divergence_may_be_added_to_the_loss_by_reward_and_is_resumed(place, teacher):
+    given = {"steps": 3, "distill": {"teacher": teacher, "weight_reward": 0.5}}
+    place.train("distill", "both", words=["0.5 x the loss by reward"], **given)
+    place.run("resume", "runs/both", "steps=4")
+    rows = [row for row in place.metrics("both") if "policy/kl_teacher" in row]
+    assert len(rows) == 4
+    assert rows[-1]["reward/std"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"estimator": "sample", "divergence": "forward"},
+            "estimator sample estimates divergence reverse: got forward",
+        ),
+        ({"beta": 0.5}, "beta is for divergence jsd: got reverse"),
+        ({"k": 5}, "k is for estimator topk: got full"),
+        ({"teacher": "http://localhost:1"}, "estimator full needs the teacher's logits, which a server does not give"),
+        ({"estimator": "sample", "temperature": 0.5}, "needs that of sampling, 1.0: got 0.5"),
+        (
+            {"teacher": "http://localhost:1", "estimator": "topk", "temperature": 2.0},
+            "scores at temperature 1: got 2.0",
+        ),
+        ({"weight_reward": 1.0}, "compares the rewards of a group: set group_size to at least 2"),
+        ({"teacher": ""}, "must name the teacher: got none"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(place, teacher, changes, words):
+    place.plan("distill", code=2, words=[words], **PROMPTS, distill={"teacher": teacher, **changes})
+
+
+def test_a_teacher_with_other_tokens_or_another_end_is_refused_by_name_before_weights_are_read(place, teacher):
+    plan = {**PROMPTS, "code": 2, "distill": {"teacher": "other"}}
+    save_tiny("other")
+    (place.path / "other" / "model.safetensors").unlink()
+    tokenizer = loaded(AutoTokenizer.from_pretrained, teacher)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained("other")
+    place.plan(
+        "distill", words=["other must have the student's vocabulary", "1 have another id, such as '<new>'"], **plan
+    )
+    tokenizer = loaded(AutoTokenizer.from_pretrained, teacher)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(7)
+    tokenizer.save_pretrained("other")
+    place.plan("distill", words=["other must have the student's eos_token: got"], **plan)
