@@ -160,9 +160,9 @@ def test_files_that_the_documents_name_exist(page):
 
 def test_the_readme_has_a_row_for_every_packaged_recipe():
     rows = re.findall(r"^\| (`.*)", (ROOT / "README.md").read_text(), re.M)
-    assert {name for row in rows for name in re.findall(r"`(\w+_(?:sft|grpo|ppo|rejection|dpo|reward))`", row)} == set(
-        recipe_names()
-    )
+    assert {
+        name for row in rows for name in re.findall(r"`(\w+_(?:sft|grpo|ppo|rejection|dpo|distill|reward))`", row)
+    } == set(recipe_names())
 
 
 def test_the_benchmarks_have_a_row_each():

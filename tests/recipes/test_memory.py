@@ -482,7 +482,6 @@ def test_the_engine_is_planned_for_those_gpus_too(tmp_path):
         ({"gpu_memory": 0.99}, {}, r"the trainer leaves 9\d% of a GPU's memory to the engine: got 99%"),
         ({}, {"prompts_per_step": 30}, "prompts_per_step 30 must be a multiple of the 8 processes"),
         ({"gpus": 5}, {}, "prompts_per_step 32 must be a multiple of the 3 processes"),
-        ({}, {"algo": "reinforce++"}, "each of the 8 processes has only a part"),
         ({}, {"parallel": {"mode": "fsdp2", "replicas": 16}}, "parallel.replicas must divide the 8 processes: got 16"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -57,4 +57,6 @@ def test_a_measure_is_the_mean_over_conversations_not_records(place):
 def test_a_rewrite_that_the_plan_did_not_foresee_stops_the_run_too(place):
     sly = FORGETFUL.replace("not add_generation_prompt", "not add_generation_prompt or messages | length != 2")
     words = ["prefix-preserving yes", "rewrites the past", "env.on_rewrite=new_record"]
-    place.train("grpo", "a", code=3, words=words, chat_template=sly, env=TALK, **SETTINGS)
+    # An answer that is cut off is continued, not rewritten: enough tokens that one of them ends by itself.
+    longer = SETTINGS | {"steps": 10, "sampling": {"max_tokens": 64}}
+    place.train("grpo", "a", code=3, words=words, chat_template=sly, env=TALK, **longer)

@@ -79,7 +79,8 @@ def run_step(
         outputs.append(loss(td, normalizer))
         total_loss(outputs[-1]).backward()
     gradients = {name: p.grad.clone() for name, p in loss.named_parameters() if p.grad is not None}
-    return output_fields(merge_outputs(outputs)), gradients
+    fields = output_fields(merge_outputs(outputs))
+    return fields | loss.derived(fields), gradients
 
 
 def assert_same_step(
