@@ -190,6 +190,7 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Releases what the engine holds."""
+        return None  # an empty body would be an abstract method to type checkers
 
 
 class SeededEngine(Engine):

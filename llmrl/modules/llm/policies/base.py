@@ -146,7 +146,7 @@ class LLMWrapperBase(nn.Module):
         self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
         backend = self._build(model)
-        self.engine = join_requests(backend.engine, self.settings)
+        self.engine: Any = join_requests(backend.engine, self.settings)
         self.scorer, self.pad_token_id = backend.scorer, backend.pad_token_id
         self.stop_token_ids = self._stop_token_ids()
         self.seed = self.options.seed
