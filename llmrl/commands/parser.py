@@ -30,6 +30,9 @@ def option(*names: str, **settings: Any) -> Option:
 
 RUN = option("run", help="a run's folder, or its name in runs/")
 JSON = option("--json", dest="as_json", action="store_true", help="print one JSON object")
+RUN_OR_MODEL = option(
+    "model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"
+)
 OVERRIDES = option("overrides", nargs="*", metavar="section.key=value", help="settings to change")
 CHECKPOINT = option("--checkpoint", metavar="stepN", help="which checkpoint (default: the last)")
 
@@ -111,7 +114,7 @@ def _with_model(
         return {"config": alone, "runs": Path("runs"), **given}
     _, info, loaded = load_run(run, overrides)
     if info["command"] == "reward":
-        raise ConfigError(f"llmrl chat  {run.path} is a reward model, which outputs scores and cannot answer")
+        raise ConfigError(f"{run.path} is a reward model, which outputs scores and cannot answer")
     changes = {
         "model": str(held.enter_context(reading_checkpoint(run, checkpoint))),
         "lora": None,
@@ -179,7 +182,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": _Command(
         "chat RUN|MODEL [section.key=value ...] [options]",
         "llmrl.commands.chat:chat",
-        option("model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"),
+        RUN_OR_MODEL,
         OVERRIDES,
         CHECKPOINT,
         option("--tools", action="append", default=[], metavar="NAME", help="instead of the run's tools; repeatable"),
@@ -192,7 +195,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _Command(
         "serve RUN|MODEL [section.key=value ...] [options]",
         "llmrl.commands.serve:serve",
-        option("model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"),
+        RUN_OR_MODEL,
         OVERRIDES,
         CHECKPOINT,
         option("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: this machine only)"),

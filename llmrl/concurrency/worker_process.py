@@ -95,28 +95,29 @@ class WorkerProcess:
         self._received = bytearray()
         read_requests, self._requests = os.pipe()
         self._replies, write_replies = os.pipe()
+        read_owner, self._owner = os.pipe()  # nothing is ever written to it: it ends when this process does
         output = subprocess.DEVNULL if quiet else None
         path = json.dumps([str(entry) for entry in sys.path])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, path, *command, str(read_requests), str(write_replies)],
+                [sys.executable, "-c", _BOOT, path, *command, *map(str, (read_owner, read_requests, write_replies))],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[read_requests, write_replies],
+                pass_fds=[read_owner, read_requests, write_replies],
                 start_new_session=True,  # Ctrl-C reaches only the owner, and the whole group can be killed
             )
         except BaseException:
-            os.close(self._requests)
-            os.close(self._replies)
+            for descriptor in (self._owner, self._requests, self._replies):
+                os.close(descriptor)
             raise
         finally:
             # The child has its own copies. If ours stayed open, the end of the child would go unnoticed.
-            os.close(read_requests)
-            os.close(write_replies)
+            for descriptor in (read_owner, read_requests, write_replies):
+                os.close(descriptor)
         os.set_blocking(self._requests, False)
         os.set_blocking(self._replies, False)
-        self.stop = weakref.finalize(self, _end, self._process, self._requests, self._replies)
+        self.stop = weakref.finalize(self, _end, self._process, self._requests, self._replies, self._owner)
         try:
             self._line(time.monotonic() + START_S)  # "ready"
         except LLMRLError:
@@ -186,8 +187,8 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
     """
     import fcntl  # not at the top: the owner's side is imported on every system, also where fcntl is missing
 
-    requests, replies = int(sys.argv[-2]), int(sys.argv[-1])
-    for descriptor in (requests, replies):  # child processes of the handler must not keep the pipes open
+    owner, requests, replies = map(int, sys.argv[-3:])
+    for descriptor in (owner, requests, replies):  # child processes of the handler must not keep the pipes open
         os.set_inheritable(descriptor, False)
     lock = threading.Lock()
 
@@ -197,17 +198,18 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
             while data:
                 data = data[os.write(replies, data) :]
 
-    fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(requests, fcntl.F_GETFL)
+    # Not of `requests`: a write that the owner has begun may still signal after its data was read.
+    fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(owner, fcntl.F_GETFL)
     write(b"ready")
     with contextlib.suppress(BrokenPipeError), open(requests, "rb", closefd=False) as stream:
         while header := stream.read(8):
             size = int.from_bytes(header, "big")
             request = pickle.loads(stream.read(size))
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which ends this process, at its end
-            if select.select([requests], [], [], 0)[0]:  # the owner ended before the signal was enabled
+            fcntl.fcntl(owner, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which ends this process, at its end
+            if select.select([owner], [], [], 0)[0]:  # the owner ended before the signal was enabled
                 return
             write(b"read")
             handle(request, lambda value: write(json.dumps(value).encode()))
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags)
+            fcntl.fcntl(owner, fcntl.F_SETFL, flags)
             write(b"")

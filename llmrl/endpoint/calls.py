@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import column
 from llmrl.errors import RewriteError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, decode_rows
@@ -51,23 +52,24 @@ def _arguments(value: Any) -> str:
 
 @dataclass
 class Question:
-    """A request: the `identity` of its tools and messages, the call that it continues, and, if the template keeps it
-    from continuing one, the number of that one's path.
+    """A request: the `identity` of its tools and messages, its number among all requests, the call that it continues,
+    and, if the template keeps it from continuing one, the number of that one's path.
     """
 
     keys: Key
+    number: int
     parent: Call | None = None
     continues: int | None = None
 
 
 @dataclass(eq=False)
 class Call:
-    """A recorded answer. ``root``: the number of its path's first call; ``continues``: see `Question`."""
+    """A recorded answer. ``root``: the number of the request that began its path."""
 
     turn: SampledTurn
+    asked: Question
     parent: Call | None
     root: int
-    continues: int | None
     children: list[Call] = field(default_factory=list)
 
 
@@ -82,13 +84,16 @@ class CallGraph:
         self.calls: list[Call] = []
         self.counters: Counter[str] = Counter()
         self._by_messages: dict[Key, Call] = {}  # the newest call of each conversation with its answer
+        self._num_asked = 0
         self._lock = threading.Lock()
 
     def sample(
         self, sampler: TurnSampler, messages: Sequence[Message], *, tools: Any = None, **options: Any
     ) -> tuple[Question, list[SampledTurn]]:
         """Answers of ``sampler`` to a client's messages, which continue an earlier call if there is one to continue."""
-        asked = Question((repr(tools), *map(identity, messages)))
+        with self._lock:
+            asked = Question((repr(tools), *map(identity, messages)), self._num_asked)
+            self._num_asked += 1
         asked.parent = self._continued(asked.keys)
         if asked.parent is not None:
             # Turns that were sampled stay as the template knows them: the client's copy may lack their reasoning.
@@ -110,8 +115,7 @@ class CallGraph:
         """Records an answer, which the client got as the message ``said``."""
         with self._lock:
             parent = asked.parent
-            root = self.counters["roots"] if parent is None else parent.root
-            call = Call(turn, parent, root, asked.continues)
+            call = Call(turn, asked, parent, asked.number if parent is None else parent.root)
             self.counters["calls"] += 1
             self.counters["roots"] += parent is None
             self.counters["rewritten"] += asked.continues is not None
@@ -130,28 +134,31 @@ class CallGraph:
         with self._lock:
             ends = [call for call in self.calls if not call.children]
             # Of several answers to one prompt the client went on with one, or, if it ended there, took the last.
-            newest = {(id(call.parent), *call.turn.prompt_ids.tolist()): call for call in ends}
-            answered = {(id(c.parent), *c.turn.prompt_ids.tolist()) for c in self.calls if c.children}
-            kept = [call for key, call in newest.items() if key not in answered]
+            continued = {call.asked.keys for call in self.calls if call.children}
+            newest = {call.asked.keys: call for call in ends if call.asked.keys not in continued}
+            kept = list(newest.values())
             self.counters["retries"] = len(ends) - len(kept)
         if train == "longest":
             return sorted(kept, key=lambda call: -sum(len(turn.ids) for turn in call.turn.path()))[:1]
         if train == "main":
-            main = {0}
-            for call in self.calls:  # a path is left by its later calls, so in order
-                if call.continues in main:
+            calls = sorted(self.calls, key=lambda call: call.asked.number)
+            main = {call.root for call in calls[:1]}
+            for call in calls:  # a path is left by its later calls, so in order
+                if call.asked.continues in main:
                     main.add(call.root)
             kept = [call for call in kept if call.root in main]
         return sorted(kept, key=lambda call: call.root)
 
 
-def make_rows(leaves: Sequence[Call], tokenizer: Any, *, reward: float, group: int = 0) -> TensorDict:
+def make_rows(
+    leaves: Sequence[Call], tokenizer: Any, *, reward: float, group: int = 0, row: Mapping[str, Any] | None = None
+) -> TensorDict:
     """The rows [N] of a rollout, as `LLMCollector` makes them: the last one is done and has the reward.
 
     A sampled id is trained in the first row that holds it, and in no other.
 
     Writes  ("tokens" | "masks" | "log_probs", "full" ...), ("text", "prompt" | "response"), "group_id",
-            "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]
+            "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]; the columns of ``row``
     """
     owned: set[int] = set()
     columns = [_row_columns(leaf, owned) for leaf in leaves]
@@ -178,6 +185,7 @@ def make_rows(leaves: Sequence[Call], tokenizer: Any, *, reward: float, group: i
             "group_id": torch.full((count,), group),
             "policy_version": torch.tensor([min(t.version for t in leaf.turn.path()) for leaf in leaves]),
             "next": TensorDict(ends, batch_size=[count]),
+            **{name: column([value] * count) for name, value in (row or {}).items()},
         },
         batch_size=[count],
     )

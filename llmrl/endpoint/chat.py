@@ -25,6 +25,8 @@ from llmrl.modules.llm.engines.base import SamplingParams
 _WITHOUT_EFFECT = ("store", "metadata", "reasoning_effort", "verbosity", "prompt_cache_key", "prompt_cache_retention")
 _WITHOUT_EFFECT += ("prompt_cache_options", "service_tier", "user", "safety_identifier", "cache_salt", "session_id")
 _ROLES = {"developer": "system"}
+_READ = {name: name for name in ("name", "tool_call_id", "tool_calls", "reasoning_content")}
+_READ["reasoning"] = "reasoning_content"
 
 
 class BadRequestError(ValueError):
@@ -149,13 +151,13 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
         roles = "system, developer, user, assistant or tool"
         raise BadRequestError(f"messages[{number}].role: must be {roles}: got {role!r}.", field="messages")
     found = {"role": _ROLES.get(role, role), "content": _text(message.get("content"), number)}
-    for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
-        if message.get(name):
-            found[name] = message[name]
-    if message.get("reasoning") and "reasoning_content" not in found:
-        found["reasoning_content"] = message["reasoning"]
-    if message.get("function_call"):
-        raise BadRequestError(f"messages[{number}].function_call: use tool_calls.", field="messages")
+    for name, value in message.items():
+        if not value or name in found:  # null and empty say nothing
+            continue
+        if name not in _READ:
+            known = ", ".join(("role", "content", *_READ))
+            raise BadRequestError(f"messages[{number}].{name}: is not read here; known: {known}.", field="messages")
+        found[_READ[name]] = value
     return found
 
 

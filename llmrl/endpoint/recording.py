@@ -16,6 +16,7 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
 from llmrl.modules.llm.engines.base import Engine, SamplingParams
 from llmrl.modules.llm.policies.batching import BatchingEngine
+from llmrl.modules.llm.policies.columns import refuse_reserved
 from llmrl.modules.llm.rendering import Renderer
 
 
@@ -65,7 +66,12 @@ class RecordingEndpoint(Endpoint):
         return f"{self.url}/v1"
 
     def begin(self, row: Mapping[str, Any] | None = None, *, group: int = 0) -> str:
-        """A new rollout's key. ``group``: number of the prompt's draw, which advantages are relative to."""
+        """A new rollout's key. ``group``: number of the prompt's draw, which advantages are relative to.
+
+        ``row``  of the data; its columns are those of the rollout's rows
+        Raises   DataError for a column that has the name of another entry
+        """
+        refuse_reserved(row or {}, "RecordingEndpoint.begin")
         key = f"sk-llmrl-{secrets.token_hex(16)}"
         with self._lock:
             self._rollouts[key] = Rollout(row or {}, group)
@@ -90,7 +96,7 @@ class RecordingEndpoint(Endpoint):
         self.counters.update(rollout.counters)
         if not leaves:
             return None
-        return make_rows(leaves, self.sampler.renderer.tokenizer, reward=reward, group=rollout.group)
+        return make_rows(leaves, self.sampler.renderer.tokenizer, reward=reward, group=rollout.group, row=rollout.row)
 
     def check_key(self, key: str) -> None:
         if key not in self._rollouts:

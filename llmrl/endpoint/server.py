@@ -82,8 +82,6 @@ class Endpoint:
         self.counters: Counter[str] = Counter()
         self._max_body = max_body
         self._answers: OrderedDict[tuple[str, ...], _Work] = OrderedDict()
-        self._socket = socket.create_server((host, port))
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         route = _starlette("routing").Route
         routes = [
             route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -93,6 +91,8 @@ class Endpoint:
         app, uvicorn = _starlette("applications").Starlette(routes=routes), require("uvicorn", **_EXTRA)
         settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
         self._server = uvicorn.Server(uvicorn.Config(app, **settings))
+        self._socket = socket.create_server((host, port))
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="llmrl-endpoint")
         self._thread = threading.Thread(target=self._run, name="llmrl-endpoint", daemon=True)
         self._thread.start()
@@ -216,6 +216,7 @@ class Endpoint:
         except Exception as error:
             yield f"data: {_failure(error).body.decode()}\n\n"
         finally:
+            self.counters["left"] += not work.task.done()
             work.waiting -= 1
 
     async def _body(self, request: Request) -> bytes:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
+from torch import Tensor
 
+from llmrl.data.ragged.padding import pad_rows
 from llmrl.envs.llm.transforms import RetrieveLogProb
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.modules.llm.policies.columns import placeholders
+from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.objectives.llm.algorithm import Algorithm, LogProbWriter
+from llmrl.objectives.llm.batch import TOKENS
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.critic import Critic
 from llmrl.train.distributed import Session
@@ -52,24 +57,37 @@ class RunContext:
         """Scores with the actor without its adapters, or with those that it started from; or with a frozen copy of the
         model that the run started from (not of the checkpoint).
         """
+        name = "ref_log_probs"
         if (start := start_adapter(self.run.origin)) is not None:
-            return self._on_every_rank(ReferenceAtStart(RetrieveLogProb(self.actor), self.actor.model, start))
+            around = ReferenceAtStart(self.actor.model, start).active
+            return self._writer(RetrieveLogProb(self.actor), name, around)
         if self.config.lora is not None:
-            return self._on_every_rank(RetrieveLogProb(self.actor, reference="adapter_off"))
-        return self.make_writer(self.load_model(self.run.origin), "ref_log_probs")
+            return self._writer(RetrieveLogProb(self.actor, reference="adapter_off"), name)
+        return self.make_writer(self.load_model(self.run.origin), name)
 
     def make_writer(self, model: PreTrainedModel, name: str) -> LogProbWriter:
         frozen = self.actor.get_new_version(model=model)
-        return self._on_every_rank(RetrieveLogProb(frozen, log_probs_full_key=(name, "full")))
+        return self._writer(RetrieveLogProb(frozen, log_probs_full_key=(name, "full")), name)
 
-    def _on_every_rank(self, scorer: Any) -> LogProbWriter:
+    def _writer(
+        self, scorer: RetrieveLogProb, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> LogProbWriter:
+        """Writes what ``scorer`` does, in the micro-batches of an update and inside the block ``around()``.
+
+        A forward pass of a sharded model is a collective: all ranks need equally many.
+        """
+        scorer.model.engine.max_batch_tokens = self.config.tokens_per_microbatch  # it must not split them again
+
+        def score(part: TensorDictBase) -> Tensor:
+            return pad_rows(scorer(part).get(("next", name)).rows("full"))
+
         def write(batch: TensorDictBase | None) -> None:
-            if batch is None:  # a forward pass of a sharded model is a collective: this rank takes part in it
-                if not self.session.sharded:
-                    return
-                batch = TensorDict(placeholders(self.session.device), batch_size=[1])
-            with self.session.autocast(), self.session.split_sequences():
-                scorer(batch)
+            with self.session.autocast(), around():
+                scores = self.updater.score(None, batch, score)
+            if batch is not None:
+                pairs = zip(scores, batch.get(TOKENS, as_list=True), strict=True)
+                rows = [row[: len(ids)].clone() for row, ids in pairs]
+                batch.get("next").set(name, LogProbs.from_rows({"full": rows}))
 
         return write
 

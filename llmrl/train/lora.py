@@ -11,13 +11,12 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.errors import ConfigError, DataError, did_you_mean
@@ -300,21 +299,22 @@ def _load(adapted: Any, adapter: Path) -> None:
 
 
 class ReferenceAtStart:
-    """A scorer that runs a model with the adapters of a folder: the reference of a run that goes on from them.
+    """The adapters of a folder in place of a model's own: the reference of a run that goes on from them.
 
-    scorer   called with a batch; it scores with ``adapted``
-    adapted  a ``peft.PeftModel`` of the same adapters, which has its own weights again after each call
+    adapted  a ``peft.PeftModel`` of the same adapters
     """
 
-    def __init__(self, scorer: Callable[[TensorDictBase], TensorDictBase], adapted: Any, adapter: Path) -> None:
-        self._scorer, self._own, weights = scorer, _state(adapted), _weights(adapter)
+    def __init__(self, adapted: Any, adapter: Path) -> None:
+        self._own, weights = _state(adapted), _weights(adapter)
         self._start = {name: weights[name].to(own) for name, own in self._own.items()}
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A block in which the model has them; behind it the model has its own weights again."""
         now = {name: own.clone() for name, own in self._own.items()}
         try:
             self._fill(self._start)
-            return self._scorer(batch)
+            yield
         finally:
             self._fill(now)
 

@@ -253,9 +253,12 @@ class Updater:
             batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
 
     def score(
-        self, loss: LossModule, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]
+        self, loss: LossModule | None, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]
     ) -> list[Tensor]:
-        """The result of ``function``, a method of the loss, for each row of the batch; a collective."""
+        """The result of ``function`` for each row of the batch, in the micro-batches of a `step`; a collective.
+
+        ``loss``: the one whose columns ``function`` reads; None: those of every rollout alone.
+        """
         batch = _empty_batch(loss, self.session.device) if batch is None else batch
         scores: list[Tensor] = [None] * len(_lengths(batch))  # type: ignore[list-item]
         for rows in self._parts(batch):
@@ -381,6 +384,7 @@ def _lengths(batch: TensorDictBase) -> list[int]:
     return [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
 
 
-def _empty_batch(loss: LossModule, device: torch.device) -> TensorDict:
+def _empty_batch(loss: LossModule | None, device: torch.device) -> TensorDict:
     """A batch without a trained token, with which a rank without rows takes part in the collectives of a step."""
-    return TensorDict({**placeholders(device), **loss.placeholder(device)}, batch_size=[1])
+    own = {"next": TensorDict(batch_size=[1])} if loss is None else loss.placeholder(device)
+    return TensorDict({**placeholders(device), **own}, batch_size=[1])

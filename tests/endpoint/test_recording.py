@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmrl.endpoint import RecordingEndpoint
+from llmrl.errors import DataError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
@@ -87,6 +88,7 @@ def test_a_conversation_is_one_row_of_exactly_the_sampled_ids(endpoint_of, strea
     for before, answer, after in zip(prompts, sampled, prompts[1:], strict=False):
         assert after[: len(before) + len(answer)] == before + answer
     assert rows["group_id"].tolist() == [7]
+    assert rows.get("answer").tolist() == [4], "the columns of the data are those of the row"
     assert rows["next", "reward"].flatten().tolist() == [0.5]
     # The log-probs are those of the policy: scoring the row gives them again.
     [mask] = rows.get(("masks", "all_assistant_mask"), as_list=True)
@@ -175,6 +177,7 @@ def test_a_template_that_rewrites_earlier_turns_begins_another_row_of_the_same_p
         ({"top_logprobs": 3}, ["top_logprobs"]),
         ({"temperature": -1}, ["temperature", "-1"]),
         ({"messages": []}, ["messages"]),
+        ({"messages": [{**ask("hi"), "weight": 1}]}, ["messages[0].weight", "known: role, content"]),
         ({"messages": [{"role": "robot", "content": "x"}]}, ["messages[0].role", "robot"]),
         ({"messages": [ask([{"type": "image_url", "image_url": {"url": "x"}}])]}, ["only text", "image_url"]),
         ({"messages": [ask("x " * 5000)]}, ["fewer than"]),
@@ -196,6 +199,8 @@ def test_requests_that_cannot_be_answered_are_refused_with_the_field(endpoint_of
 def test_keys_bodies_and_distributions_of_others_are_refused_or_overridden(endpoint_of):
     endpoint = endpoint_of(FakeEngine(["a"], tokenizer=TOKENIZER), max_body=1000)
     key = endpoint.begin()
+    with pytest.raises(DataError, match=r"RecordingEndpoint.begin.*'seed'"):
+        endpoint.begin({"seed": 1})
     with pytest.raises(openai.AuthenticationError):
         client_of(endpoint, "sk-stranger").chat.completions.create(model="m", messages=[ask("hi")])
     with pytest.raises(openai.APIStatusError) as large:
@@ -252,6 +257,45 @@ def test_many_rollouts_at_the_same_time_do_not_mix(endpoint_of):
         assert rows.batch_size == (1,)
         assert f"task {number}<" in rows.get(("text", "prompt"), as_list=True)[0]
         assert rows["next", "reward"].flatten().tolist() == [number]
+
+
+def test_the_first_call_is_the_one_that_was_asked_first(endpoint_of):
+    asked, release = threading.Event(), threading.Event()
+
+    def slow_for_main(prompt):
+        if "task" in TOKENIZER.decode(prompt):
+            asked.set()
+            assert release.wait(60)
+            return "main"
+        return "title"
+
+    engine = FakeEngine(slow_for_main, tokenizer=TOKENIZER)
+    engine.concurrent = True  # the endpoint does not join calls
+    endpoint = endpoint_of(engine)
+    client = client_of(endpoint, key := endpoint.begin())
+    main = threading.Thread(target=client.chat.completions.create, kwargs={"model": "m", "messages": [ask("task")]})
+    main.start()
+    assert asked.wait(60)
+    client.chat.completions.create(model="m", messages=[ask("A heading, please.")])
+    release.set()
+    main.join(60)
+    assert [TOKENIZER.decode(ids) for ids in trained(endpoint.finish(key, 1.0))] == ["main<|im_end|>"]
+
+
+def test_a_stream_is_kept_open_and_a_client_that_leaves_it_is_not_recorded(endpoint_of, monkeypatch):
+    monkeypatch.setattr("llmrl.endpoint.server._KEEP_ALIVE_S", 0.05)
+    release = threading.Event()
+    endpoint = endpoint_of(FakeEngine(lambda prompt: "late" * release.wait(60), tokenizer=TOKENIZER))
+    key = endpoint.begin()
+    body = {"messages": [ask("hi")], "stream": True}
+    with httpx.stream(
+        "POST", f"{endpoint.base_url}/chat/completions", json=body, headers={"x-api-key": key}, timeout=60
+    ) as stream:
+        assert next(stream.iter_lines()) == ": waiting"
+    wait_until(lambda: endpoint.counters["left"], 60)
+    release.set()
+    wait_until(lambda: endpoint.counters["abandoned"], 60)
+    assert endpoint.finish(key, 1.0) is None
 
 
 def test_a_client_that_leaves_ends_its_own_call_only(endpoint_of):

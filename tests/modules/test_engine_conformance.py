@@ -4,12 +4,15 @@ Expected log-probs are worked out here from the logits of one full forward per r
 """
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
+from llmrl.endpoint import RecordingEndpoint
 from llmrl.errors import ConfigError, DeadlineError, LLMRLError, RolloutError, ShapeError, WeightSyncError
 from llmrl.modules.llm.engines import (
     AsyncVLLMEngine,
@@ -409,3 +412,26 @@ def test_a_faulty_update_names_the_weight_and_changes_nothing(case, fault):
         engine.update_weights(weights, version=version + 1)
     assert engine.generate(rows, SamplingParams(max_new_tokens=2)).version == engine.version == version
     assert_rows_close(engine.score(rows), expected_scores(case.model, rows))
+
+
+@kinds("transformers", *VLLM)
+def test_agents_that_ask_at_the_same_time_get_rows_of_the_ids_that_were_sampled(case):
+    pytest.importorskip("uvicorn", reason="the extra serve")
+
+    def agent(number):
+        key, messages, sampled = endpoint.begin(group=number), [{"role": "user", "content": f"task {number}"}], []
+        for _ in range(3):
+            body = {"messages": messages, "return_token_ids": True}
+            url, headers = f"{endpoint.base_url}/chat/completions", {"authorization": f"Bearer {key}"}
+            [choice] = httpx.post(url, json=body, headers=headers, timeout=120).json()["choices"]
+            sampled += choice["token_ids"]
+            messages = [*messages, choice["message"], {"role": "user", "content": "more"}]
+        return sampled, endpoint.finish(key, 1.0)
+
+    params = SamplingParams(max_new_tokens=8)
+    with RecordingEndpoint(case.engine, tiny_tokenizer(), params=params) as endpoint, ThreadPoolExecutor(4) as pool:
+        for sampled, rows in pool.map(agent, range(8)):
+            keys = (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"))
+            [ids], [mask], [log_probs] = (rows.get(key, as_list=True) for key in keys)
+            assert ids[mask].tolist() == sampled
+            assert_rows_close([log_probs[mask]], [expected_scores(case.model, [ids])[0][mask]])

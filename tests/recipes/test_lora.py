@@ -168,9 +168,9 @@ def test_the_reference_of_a_run_that_goes_on_from_an_adapter_is_that_adapter(pla
     # The reference does not move with the adapters, and leaves them as they were.
     expected = logits(start)
     moved = stepped(by_peft("base", tied=True, saves=saves), seed=1, size=0.1)
-    before, seen = logits(moved), []
-    ReferenceAtStart(lambda batch: seen.append(logits(moved)), moved, Path("start"))(None)
-    assert torch.equal(seen[0], expected)
+    before = logits(moved)
+    with ReferenceAtStart(moved, Path("start")).active():
+        assert torch.equal(logits(moved), expected)
     assert torch.equal(logits(moved), before)
     assert (before - expected).abs().max() > 1e-2
 

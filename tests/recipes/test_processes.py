@@ -56,7 +56,7 @@ def test_held_out_rows_on_two_processes_have_the_numbers_of_one(place, recipe, l
 @pytest.mark.parametrize(
     ("layout", "chosen"),
     [
-        *[(layout, {"grpo": {"kl": 0.1}}) for layout in LAYOUTS],
+        *[(layout, {"grpo": {"kl": 0.1}, "tokens_per_microbatch": 150}) for layout in LAYOUTS],
         *[(layout, {"grpo": {"kl": 0.1}, "algorithm": "tests.support.twins:Twins"}) for layout in LAYOUTS],
         ("ddp", {"grpo": {"scale": "batch"}}),  # of all processes
         ("ddp", {"algo": "reinforce++"}),

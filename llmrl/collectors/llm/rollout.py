@@ -84,9 +84,8 @@ class TurnLog:
         for turn, row in sorted(wanted):
             rows_of.setdefault(turn, []).append(row)
         returns = self._returns() if last_only else None
-        token_rewards = (
-            None if returns is None else self._token_rewards(wanted)
-        )  # before `_end_of_record` replaces them
+        # Also of conversations of one turn: rows of both kinds are joined. Before `_end_of_record` replaces rewards.
+        token_rewards = self._token_rewards(wanted) if last_only else None
         pieces: list[TensorDictBase] = []
         position: dict[tuple[int, int], int] = {}
         for turn, rows in rows_of.items():

@@ -54,7 +54,12 @@ class SampledTurn:
 
     def path(self) -> list[SampledTurn]:
         """The turns from the first one to this one."""
-        return [*(self.parent.path() if self.parent is not None else ()), self]
+        turns: list[SampledTurn] = []
+        turn: SampledTurn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
 
 class TurnSampler:
