@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -146,21 +146,31 @@ class MessageForms:
         return chat[index]
 
     def _unread(self, chat: Chat, index: int) -> tuple[str, ...]:
-        """The keys of a message that a rendering of the conversation does not look at."""
+        """The keys of a message without which, and with another value of which, the conversation's text is the same."""
         given = _given(message := chat[index])
         if not given:
             return ()
         shape = ("unread", message.get("role"), bool(message.get("content")), *given)
         if shape not in self._known:
-            read: list[set[Any]] = [set() for _ in chat]
             try:
-                self._render([_Watched(*pair) for pair in zip(chat, read, strict=True)])
+                text = self._render(chat)
             except REFUSALS:
                 return ()  # the rendering of the conversation itself says why
             # Thoughts of earlier turns are dropped by many templates, and are to be.
-            read[index] |= {*_THOUGHTS} & named_keys(self._template.jinja)
-            self._remember(shape, tuple(key for key in given if key not in read[index]))
+            read = {*_THOUGHTS} & named_keys(self._template.jinja)
+            unread = [key for key in given if key not in read and not self._changes(text, chat, index, key)]
+            self._remember(shape, tuple(unread))
         return self._known[shape]
+
+    def _changes(self, text: str, chat: Chat, index: int, key: str) -> bool:
+        """True if a conversation with this text has another one, or none, without a key or with more in it."""
+        value = chat[index][key]
+        others = [{name: own for name, own in chat[index].items() if name != key}]
+        others += [{**chat[index], key: value + _MARK}] if isinstance(value, str) else []
+        try:
+            return any(self._render([*chat[:index], other, *chat[index + 1 :]]) != text for other in others)
+        except REFUSALS:
+            return True
 
     def _fit_message(self, chat: Chat, index: int) -> Message:
         is_trained(message := chat[index])
@@ -299,48 +309,6 @@ def _given(message: Message) -> list[str]:
 
 def _is_name(key: str) -> bool:
     return key in ("name", "id") or key.endswith("_id")
-
-
-class _Watched(dict):
-    """A message that notes which of its keys are read."""
-
-    def __init__(self, message: Message, read: set[Any]) -> None:
-        super().__init__(message)
-        self._read = read
-
-    def __getitem__(self, key: Any) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: Any) -> bool:
-        self._read.add(key)
-        return super().__contains__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().get(key, default)
-
-    def _all(self) -> dict[Any, Any]:
-        self._read.update(dict.keys(self))
-        return dict(zip(dict.keys(self), dict.values(self), strict=True))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._all())
-
-    def __repr__(self) -> str:
-        return repr(self._all())
-
-    def keys(self) -> Any:
-        return self._all().keys()
-
-    def values(self) -> Any:
-        return self._all().values()
-
-    def items(self) -> Any:
-        return self._all().items()
-
-    def copy(self) -> dict[Any, Any]:
-        return self._all()
 
 
 def _is_part(part: Any) -> bool:
