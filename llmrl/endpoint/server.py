@@ -235,7 +235,7 @@ def _api_key(request: Request) -> str:
 
 
 def _note(task: asyncio.Future[Any]) -> None:
-    """Reads the error of an answer that nobody waits for any more, so that it is not printed as never retrieved."""
+    """Reads the error of an answer whose clients have left: asyncio would print that it was never retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -1,1 +1,1 @@
-"""What a run writes and reads: settings from YAML, its folder, metrics, rollouts, checkpoints and the terminal."""
+"""The files of a run and the terminal: settings from YAML, its folder, metrics, rollouts, checkpoints, console."""

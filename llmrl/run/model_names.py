@@ -1,4 +1,4 @@
-"""What the setting ``model`` names: a folder, a model of the hub, or the checkpoint of a run."""
+"""Resolves the setting ``model``: a folder, a model of the hub, or the checkpoint of a run."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def columns_read(algorithm: Algorithm | type[Algorithm]) -> tuple[NestedKey, ...
 
 
 def check_columns(algorithm: type[Algorithm], prompts: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError for a column that nobody writes: neither the data nor a rollout has it."""
+    """Raises ConfigError for a column that neither the data nor a rollout has."""
     known = {*RESERVED, *(column.key for column in COLUMNS), *(name for row in prompts for name in row)}
     for key in columns_read(algorithm):
         written = key in known or (isinstance(key, tuple) and key[0] == "next")  # by the environment, turn by turn

@@ -1,4 +1,4 @@
-"""What an algorithm gets from its run: other models, optimizers, and a place in the checkpoints."""
+"""The run as its algorithm sees it: other models, optimizers, and a place in the checkpoints."""
 
 from __future__ import annotations
 

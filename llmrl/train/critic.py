@@ -21,9 +21,9 @@ from llmrl.train.updater import make_updater
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from llmrl.train.algorithm_settings import PPOConfig
     from llmrl.train.distributed import Session
     from llmrl.train.machine_settings import OptimSettings
-    from llmrl.train.ppo_settings import PPOConfig
     from llmrl.train.settings import GRPOConfig
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of the data: their number and a digest, with which a resumed run compares its own."""
+"""The record of the data in a checkpoint: their number and a digest, with which a resumed run compares its own."""
 
 from __future__ import annotations
 

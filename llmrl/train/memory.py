@@ -21,15 +21,15 @@ from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.sequence_split import can_share_heads
 from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
+from llmrl.train.algorithm_settings import DistillConfig, PPOConfig
 from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.lora import num_trained, saved_modules
 from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
-from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.row_lengths import RowLengths
-from llmrl.train.settings import DistillConfig, GRPOConfig, ModelSource, SFTConfig
+from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

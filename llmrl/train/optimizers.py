@@ -86,7 +86,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        # Loading a state replaces the groups and the state of this object, so its parts get them anew.
+        # Loading a state replaces the groups and the state of this object: its parts must have the current ones.
         self._adamw.state, self._adamw.param_groups = self.state, [g for g in self.param_groups if "betas" in g]
         self._adamw.step()
         for group in self.param_groups:

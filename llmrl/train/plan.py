@@ -14,6 +14,7 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.console.numbers import counted
+from llmrl.train.algorithm_settings import PPOConfig
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
 from llmrl.train.critic import check_critic
 from llmrl.train.distributed import Session
@@ -25,7 +26,6 @@ from llmrl.train.memory import memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import check_rows, load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
-from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 from llmrl.train.tasks import Task, eval_rows, training_rows

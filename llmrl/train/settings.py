@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
-from llmrl.objectives.llm.settings import PRESETS, DistillSettings, GRPOSettings, RejectionSettings
+from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.settings import Settings
 from llmrl.train.adapter_files import disagreements, lora_settings, start_adapter
 from llmrl.train.machine_settings import (
@@ -401,6 +401,8 @@ class GRPOConfig(ModelSource):
         self.grpo_settings()
         needs_groups = self.GROUPS
         if self.algorithm is not None:
+            if self.COMMAND != "grpo":
+                raise ValueError(f"algorithm: llmrl {self.COMMAND} has one already; name another one with llmrl grpo")
             from llmrl.train.algorithms import load_algorithm  # imports torch
 
             needs_groups = load_algorithm(self.algorithm)[0].compares_groups
@@ -443,68 +445,6 @@ class GRPOConfig(ModelSource):
         if loss.kl == 0:  # no reference is loaded for a weight of 0
             loss = loss.model_copy(update={"kl": None})
         return advantage, GRPOSettings(**chosen).over(loss).complete()
-
-
-class RejectionConfig(GRPOConfig):
-    """Rejection sampling: the best answers to each prompt are learned as examples."""
-
-    COMMAND: ClassVar[str] = "rejection"
-    ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.rejection:RejectionSampling"
-    SECTION: ClassVar[str | None] = "rejection"
-
-    rejection: RejectionSettings = RejectionSettings()
-
-    @model_validator(mode="after")
-    def _answers_can_be_chosen(self) -> RejectionConfig:
-        if self.algorithm is not None:
-            raise ValueError("algorithm: llmrl rejection has one already; name another one with llmrl grpo")
-        if self.rejection.keep > self.group_size:
-            raise ValueError(f"rejection.keep must be at most group_size {self.group_size}: got {self.rejection.keep}")
-        if self.env.max_records > 1:
-            raise ValueError("env.on_rewrite new_record is not for rejection: an answer must be one record")
-        return self
-
-
-class UnscoredEnvSettings(EnvSettings):
-    """Prompts, tools and user; rewards are measured if there are any."""
-
-    NEEDS_REWARD: ClassVar[bool] = False
-
-
-class DistillConfig(GRPOConfig):
-    """On-policy distillation: answers of the student, each of its tokens compared with what a teacher would write."""
-
-    COMMAND: ClassVar[str] = "distill"
-    ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.distill:Distill"
-    SECTION: ClassVar[str] = "distill"
-    GROUPS: ClassVar[bool] = False
-
-    env: UnscoredEnvSettings
-    group_size: int = Field(
-        1, ge=1, description="answers per prompt", json_schema_extra={"also": ["num_generations", "n"]}
-    )
-    distill: DistillSettings
-
-    @property
-    def teacher(self) -> str | None:
-        """The model that is loaded beside the student; None: it is behind a URL."""
-        return None if self.distill.is_server else self.distill.teacher
-
-    @model_validator(mode="after")
-    def _check_distillation(self) -> DistillConfig:
-        options, heat = self.distill, self.sampling.temperature
-        if options.weight_reward and self.group_size < 2:
-            raise ValueError("distill.weight_reward compares the rewards of a group: set group_size to at least 2")
-        if options.estimator == "sample" and options.temperature not in (None, heat):
-            raise ValueError(
-                f"distill.temperature: estimator sample needs that of sampling, {heat}: got {options.temperature}"
-            )
-        if options.is_server and (options.temperature or heat) != 1:
-            raise ValueError(
-                f"distill.teacher: a server scores at temperature 1: got {options.temperature or heat}; set "
-                "sampling.temperature or distill.temperature to 1"
-            )
-        return self
 
 
 class SFTData(Settings):
@@ -581,9 +521,14 @@ class SFTConfig(ModelSource):
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
         measures = self.env is not None or self.eval.dataset is not None or self.measures_rows
-        if not measures and self.eval.every:
+        fields = type(self.eval).model_fields.items()
+        given = [name for name, field in fields if getattr(self.eval, name) != field.get_default()]
+        if not measures and given:
             raise ValueError(
-                "eval.every needs eval.dataset: rows whose loss is measured, or env: a task whose answers are; without "
-                "one it would not be read"
+                f"eval.{given[0]} needs eval.dataset: rows whose loss is measured, or env: a task whose answers are; "
+                "without one it would not be read"
             )
+        of_answers = [name for name in ("max_tokens", "batch_size") if name in given]
+        if self.env is None and of_answers:
+            raise ValueError(f"eval.{of_answers[0]} is of sampled answers, and needs env: the loss of rows is measured")
         return self

@@ -59,6 +59,11 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("ppo", {"parallel": {"context": 2}}, ["a critic reads whole sequences"]),
         ("sft", {"stop": {"at_least": 0.5}}, ["stop needs env"]),
         ("sft", {"eval": {"every": 2}}, ["eval.every needs eval.dataset"]),
+        ("sft", {"eval": {"rows": 20}}, ["eval.rows needs eval.dataset"]),
+        ("dpo", {"eval": {"split": "validation"}}, ["eval.split needs eval.dataset"]),
+        ("sft", {"eval": {"dataset": "held.jsonl", "max_tokens": 9}}, ["eval.max_tokens", "needs env"]),
+        ("reward", {"eval": {"batch_size": 9}}, ["eval.batch_size", "needs env"]),
+        ("rejection", {"algorithm": "my_file:Mine"}, ["llmrl rejection has one already"]),
         ("dpo", {"eval": {"dataset": "held.jsonl", "every": -1}}, ["eval.every"]),
         *(
             ("grpo", {section: {name: value}}, [f"{section}.{name}"])

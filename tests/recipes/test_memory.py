@@ -19,6 +19,7 @@ from llmrl.objectives.llm import SFTLoss
 from llmrl.recipes.grpo import plan as plan_grpo
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model
+from llmrl.train.algorithm_settings import PPOConfig
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import GPU, find_gpu, parse_gpu
 from llmrl.train.memory import (
@@ -32,7 +33,6 @@ from llmrl.train.memory import (
 )
 from llmrl.train.model_shape import block_matrices, model_shape
 from llmrl.train.optimizers import OffloadedAdamW, make_optimizer, set_learning_rate
-from llmrl.train.ppo_settings import PPOConfig
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig

@@ -296,7 +296,7 @@ class DistillLoss(GRPOLoss):
     ) -> None:
         super().__init__(actor_network, settings, **keywords)
         self.options, self.temperature, self.vocabulary = options or DistillSettings(), temperature, vocabulary
-        self.__dict__["teacher"] = teacher  # not as a module: its parameters are no part of the loss
+        self.__dict__["teacher"] = teacher  # a plain attribute: its parameters do not belong to the loss
         if teacher is None and self.options.estimator == "full":
             raise ConfigError("DistillLoss: estimator 'full' needs a teacher with token_scores: got None.")
 
@@ -415,7 +415,7 @@ class Distill(Algorithm):
         if self.options.weight_reward:
             return super().advantages(rows)
         reward = rows.get(("next", "reward"))
-        kept = reward.flatten(1).isfinite().all(1)  # a completion that failed is no data
+        kept = reward.flatten(1).isfinite().all(1)  # a completion that failed is left out
         return rows[kept].set("advantage", torch.zeros_like(reward[kept])) if kept.any() else None
 
     def prepare(self, batches: Sequence[TensorDictBase | None]) -> dict[str, float]:
