@@ -181,12 +181,12 @@ class Server:
         except OSError:
             return ""
 
-    def is_drawing(self):
-        """Whether a request is being answered."""
+    def is_drawing(self, requests=1):
+        """Whether at least so many requests are being answered."""
         counts = [
             line for line in self._answers("/metrics").splitlines() if line.startswith("vllm:num_requests_running")
         ]
-        return any(float(line.split()[-1]) for line in counts)
+        return sum(float(line.split()[-1]) for line in counts) >= requests
 
     def kill(self):
         """The server alone, as the system does that runs out of memory. vLLM's other processes would live on."""

@@ -102,7 +102,7 @@ def test_a_server_cannot_sleep_and_goes_on_serving(engine):
 def test_calls_of_an_engine_that_is_closed_end_and_the_server_drops_them(vllm_server):
     engine = VLLMEngine(vllm_server.url, eos_token_ids=(), seed=0)
     calls = [BackgroundCall(lambda: engine.generate(PROMPTS, LONG)) for _ in range(3)]
-    wait_until(vllm_server.is_drawing)
+    wait_until(lambda: vllm_server.is_drawing(3 * len(PROMPTS)))
     engine.close()
     for call in calls:
         with pytest.raises(RolloutError, match="engine was closed"):
