@@ -95,6 +95,8 @@ def _with_checkpoint(
     held: ExitStack, run: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any
 ) -> dict[str, Any]:
     folder = RunDir.open(run)
+    if data := given.get("data"):
+        overrides = [f"eval.dataset={json.dumps(data[0])}", *overrides]  # what eval.* are for
     _, _, loaded = load_run(folder, overrides)
     found = held.enter_context(reading_checkpoint(folder, checkpoint))
     return {"run": folder, "config": loaded.config, "checkpoint": found, **given}

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
@@ -26,6 +26,7 @@ from llmrl.train.machine_settings import (
 )
 from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.setting_types import AlgorithmName, EnvName, FormatName, FunctionName, TemplateText, ToolName
+from llmrl.train.unused_settings import settings_without_effect
 
 
 class TinyModelSettings(Settings):
@@ -274,6 +275,18 @@ class ModelSource(Settings):
     )
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
 
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self, info: ValidationInfo) -> ModelSource:
+        changed = (info.context or {}).get("changed")
+        faults = [
+            InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=path, input=None)
+            for path, text in settings_without_effect(self)
+            if changed is None or ".".join(path) in changed
+        ]
+        if faults:
+            raise ValidationError.from_exception_data(type(self).__name__, faults)
+        return self
+
     def in_bfloat16(self, gpu_has_it: bool | None) -> bool:
         """True if the run computes in bfloat16. ``gpu_has_it``: the GPU supports bfloat16; None: a CPU.
 
@@ -520,15 +533,4 @@ class SFTConfig(ModelSource):
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
-        measures = self.env is not None or self.eval.dataset is not None or self.measures_rows
-        fields = type(self.eval).model_fields.items()
-        given = [name for name, field in fields if getattr(self.eval, name) != field.get_default()]
-        if not measures and given:
-            raise ValueError(
-                f"eval.{given[0]} needs eval.dataset: rows whose loss is measured, or env: a task whose answers are; "
-                "without one it would not be read"
-            )
-        of_answers = [name for name in ("max_tokens", "batch_size") if name in given]
-        if self.env is None and of_answers:
-            raise ValueError(f"eval.{of_answers[0]} is of sampled answers, and needs env: the loss of rows is measured")
         return self

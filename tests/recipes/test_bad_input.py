@@ -1,6 +1,7 @@
 """Mistakes in settings and data: each is one clear message and an exit code, before anything is trained."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -8,10 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmrl.errors import ConfigError
 from llmrl.objectives.llm import SFTLoss
+from llmrl.run.config import load_config
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.settings import SFTConfig
+from llmrl.train.preference_settings import DPOConfig, RewardConfig
+from llmrl.train.settings import GRPOConfig, SFTConfig
 from llmrl.train.sft_data import tokenize_chats
+from llmrl.train.unused_settings import _NEEDS
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}
 LONG = {"prompt": "2 + 2?", "completion": "four " * 50}
@@ -58,12 +63,8 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("ppo", {"ppo": {"critic_warmup": 3}}, ["ppo.critic_warmup must leave steps", "got 3 of 3"]),
         ("ppo", {"parallel": {"context": 2}}, ["a critic reads whole sequences"]),
         ("sft", {"stop": {"at_least": 0.5}}, ["stop needs env"]),
-        ("sft", {"eval": {"every": 2}}, ["eval.every needs eval.dataset"]),
-        ("sft", {"eval": {"rows": 20}}, ["eval.rows needs eval.dataset"]),
-        ("dpo", {"eval": {"split": "validation"}}, ["eval.split needs eval.dataset"]),
-        ("sft", {"eval": {"dataset": "held.jsonl", "max_tokens": 9}}, ["eval.max_tokens", "needs env"]),
-        ("reward", {"eval": {"batch_size": 9}}, ["eval.batch_size", "needs env"]),
         ("rejection", {"algorithm": "my_file:Mine"}, ["llmrl rejection has one already"]),
+        ("sft", {"eval": {"every": 2}}, ["bad.yaml:", "eval.every", "eval.dataset=FILE", "has no effect: got 2"]),
         ("dpo", {"eval": {"dataset": "held.jsonl", "every": -1}}, ["eval.every"]),
         *(
             ("grpo", {section: {name: value}}, [f"{section}.{name}"])
@@ -107,6 +108,64 @@ def test_settings_that_cannot_be_run_are_refused(place, command, changes, messag
     (place.path / "raises.py").write_text("def __getattr__(name):\n    raise RuntimeError('mine')\n")
     place.train(command, "bad", code=2, words=messages, **changes)
     assert not (place.path / "runs").exists()
+
+
+RECIPES = {
+    "sft": (SFTConfig, "data.path=rows.jsonl"),
+    "dpo": (DPOConfig, "data.path=rows.jsonl"),
+    "reward": (RewardConfig, "data.path=rows.jsonl"),
+    "grpo": (GRPOConfig, "env.name=sums"),
+}
+WITHOUT_EFFECT = [  # recipe, a setting without effect, and what gives it one
+    ("sft", "eval.every=3", "eval.dataset=held.jsonl"),
+    ("dpo", "eval.rows=3", "env.name=sums"),
+    ("reward", "eval.rows=3", "data.path=org/pairs"),
+    ("sft", "eval.split=dev", "eval.dataset=org/held"),
+    ("sft", "eval.split=dev", "env.name=sums"),
+    ("dpo", "eval.batch_size=3", "env.name=sums"),
+    ("sft", "eval.max_tokens=9", "env.name=sums"),
+    (
+        "grpo",
+        "env={name: chat, dataset: rows.jsonl, reward: 'vowels:share'} eval.max_tokens=9",
+        "eval.dataset=held.jsonl",
+    ),
+    ("sft", "eval.dataset=held.jsonl env.name=sums stop.at_least=1 stop.split=dev", "eval.dataset=org/held"),
+    ("dpo", "data.split=dev", "data.path=org/pairs"),
+    ("sft", "data.name=main", "data.path=org/pairs"),
+    ("dpo", "data.margin_column=margin", None),
+    ("sft", "env.name=sums env.split=dev", None),
+    ("grpo", "env.dataset=rows.jsonl env.split=dev", "env.dataset=org/rows"),
+    ("grpo", "env.config=main", "env.name=gsm8k"),
+    ("sft", "env.name=sums env.max_prompt_tokens=9", None),
+    ("sft", "env.name=sums env.too_long=drop", None),
+    ("sft", "env.name=sums env.max_conversation_tokens=9", None),
+    ("grpo", "env.on_rewrite=new_record", "env.max_turns=2"),
+    ("grpo", "env.tool_format=hermes", "env.tools=[calculator] env.max_turns=2"),
+    ("grpo", "env.tool_timeout_s=3", "env.tools=[calculator] env.max_turns=2"),
+    ("grpo", "env.declare_tools=true", "env.tools=[calculator] env.max_turns=2"),
+    ("grpo", "env.name=gsm8k env.reward_deadline_s=3", "env.reward=vowels:share"),
+    ("grpo", "refill_rounds=9", "zero_variance=refill"),
+    ("grpo", "grpo.scale=raw zero_variance=keep", "grpo.scale=group"),
+    ("grpo", "grpo.kl_estimator=k2", "grpo.kl=0.1"),
+    ("grpo", "grpo.surrogate=reinforce grpo.clip=[0.1,0.1]", "grpo.surrogate=cispo"),
+    ("grpo", "rollout.probe_factor=9", "rollout.engine=vllm"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "given", "needed"), WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_refused_and_taken_beside_what_it_needs(place, recipe, given, needed):
+    """Regression: eval.rows and the like were taken and not read."""
+    config, base = RECIPES[recipe]
+    overrides = ["model=tiny", base, *re.split(r" (?=[a-z_.]+=)", given)]
+    name = overrides[-1].partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^command line  {re.escape(name)}  needs .*; it has no effect: got .*$"):
+        load_config(config, None, overrides)
+    if needed:
+        load_config(config, None, [*overrides, *re.split(r" (?=[a-z_.]+=)", needed)])
+
+
+def test_all_settings_that_need_others_have_an_example():
+    assert {given.split()[-1].partition("=")[0] for _, given, _ in WITHOUT_EFFECT} == {*_NEEDS}
 
 
 OFFLOAD = ("memory.offload=parameters",)
@@ -219,7 +278,7 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ("reward", {"eval": {"split": "train"}}, ["eval.split must be pairs that are not"]),
         (
             "reward",
-            {"data": {"path": "pairs.jsonl", "margin_column": "gap"}},
+            {"data": {"path": "pairs.jsonl", "margin_column": "gap"}, "eval": {"dataset": "pairs.jsonl"}},
             ["'gap' must be a number: pairs.jsonl:1 has None"],
         ),
         ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
