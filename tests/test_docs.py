@@ -158,8 +158,8 @@ def test_files_that_the_documents_name_exist(page):
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
-def test_the_readme_has_a_row_for_every_packaged_recipe():
-    rows = re.findall(r"^\| (`.*)", (ROOT / "README.md").read_text(), re.M)
+def test_every_packaged_recipe_has_a_row():
+    rows = re.findall(r"^\| (`.*)", (ROOT / "docs/recipes.md").read_text(), re.M)
     assert {
         name for row in rows for name in re.findall(r"`(\w+_(?:sft|grpo|ppo|rejection|dpo|distill|reward))`", row)
     } == set(recipe_names())
@@ -180,8 +180,8 @@ def test_the_layers_are_those_that_are_enforced():
     assert {name.removeprefix("llmrl.") for name in enforced} - named == {"llmrl"}
 
 
-def test_the_readme_shows_the_minimal_loop_as_it_is():
-    assert (ROOT / "recipes/grpo_minimal.py").read_text() in (ROOT / "README.md").read_text()
+def test_the_minimal_loop_is_shown_as_it_is():
+    assert (ROOT / "recipes/grpo_minimal.py").read_text() in (ROOT / "docs/concepts.md").read_text()
 
 
 def test_the_tree_of_the_readme_names_what_exists():
