@@ -1,4 +1,4 @@
-"""The main jobs, whole: examples teach a tiny model some of it, reward teaches it the rest."""
+"""The main jobs, whole: examples teach a tiny model some of it, reward teaches it the rest (sums: see .ci/run)."""
 
 import json
 import subprocess
@@ -15,22 +15,15 @@ def measures(run, env, what="mean"):
     return [row[f"eval/{env}/{what}"] for row in rows if f"eval/{env}/{what}" in row]
 
 
-def teach_and_improve(folder, recipe, env, *settings):
+def teach_and_improve(folder, recipe, env):
     """Accuracy before and after examples, and before and after reward."""
-    for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}", *settings))):
+    for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}",))):
         arguments = [command, f"{recipe}_{command}", *own, "--runs", str(folder), "--name", name]
         command_line = [sys.executable, "-m", "llmrl.commands.cli", *arguments]
         subprocess.run(command_line, check=True, capture_output=True, timeout=3000)
     taught, improved = measures(folder / "taught", env), measures(folder / "improved", env)
     assert improved[0] == taught[-1], "the same model, the same problems"
     return taught[0], taught[-1], improved[-1]
-
-
-def test_a_tiny_model_learns_sums_by_examples_and_then_by_reward(tmp_path):
-    before, taught, improved = teach_and_improve(tmp_path, "sums", "sums", "steps=40", "eval.every=40")
-    assert before < 0.05
-    assert 0.2 <= taught <= 0.7, "examples stop early, so that there is something left to improve"
-    assert improved >= 0.9
 
 
 def test_a_tiny_model_learns_the_names_of_colours_by_examples_and_then_by_reward(tmp_path):

@@ -201,8 +201,8 @@ process_start_time_seconds {started}
 """
 
 
+@pytest.mark.vllm  # whose prometheus_client reads them
 def test_a_server_is_counted_between_two_pages_and_not_over_a_restart():
-    pytest.importorskip("prometheus_client")
     counters = ServerCounters()
     assert counters.take(page(5.0, 100.0, 10.0)) == {}, "counted since it was started, by whoever asked it"
     two = page(6.0, 300.0, 20.0) + page(1.0, 1e3, 0.0, engine=1).rpartition("process_")[0]
