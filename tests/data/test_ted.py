@@ -70,7 +70,7 @@ def ted_rows(draw):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=ted_rows())
 def test_decoding_gives_back_what_was_encoded_bit_for_bit(pair, case):
     rows, ring = case

@@ -55,6 +55,10 @@ def test_a_key_of_a_message_is_read_by_the_template_or_refused(name: str, key: s
     else:
         refuses(renderer, chat, rf"not of message 1 of conversation [01], role 'assistant': it does not use {key},")
     renderer.render([[USER, ANSWER | {key: None, "name": "me", "tool_call_id": "1"}]])
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_the_name_of_an_author_is_written_or_noted_and_an_answer_is_not_empty(name: str):
     renderer = renderer_of(name)
     renderer.check()
     assert renderer.unused_keys == []

@@ -30,7 +30,6 @@ from llmrl.data.replay_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError, DataError, DeadlineError, UnsupportedError
 from tests.support.buffers import holding, rows
 from tests.support.refusals import refusals
@@ -170,21 +169,6 @@ def seeded(seed: int = 0) -> ReplayBuffer:
     return ReplayBuffer(
         storage=LazyTensorStorage(20), batch_size=3, generator=torch.Generator().manual_seed(seed), transform=Doubling()
     )
-
-
-def test_a_dump_has_a_folder_per_part_and_the_state_of_the_transforms(tmp_path):
-    buffer, other = seeded(1), seeded(2)
-    buffer.extend(rows(*range(10)))
-    for _ in range(2):  # the second replaces the first
-        buffer.dumps(tmp_path / "a" / "buffer")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["buffer"]
-    names = {path.name for path in current_directory(tmp_path / "a" / "buffer").iterdir()}
-    assert names == {"storage", "sampler", "writer", "transform.t", "manifest.json"}
-    other.loads(tmp_path / "a" / "buffer")
-    assert other.transforms[0].seen == 1
-    assert torch.equal(buffer["a"], other["a"])
-    with pytest.raises(CheckpointError, match=r"none.*check the path"):
-        other.loads(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("room", [0, 100, 500, 1000, 1500])  # for the rows, the states, the manifest
@@ -356,6 +340,7 @@ def test_one_row_of_a_batch_does_not_keep_the_batch_in_memory():
     assert big._rows[0].leaves[0].untyped_storage().nbytes() == 400
 
 
+@pytest.mark.slow
 def test_a_compiled_function_writes_and_reads_a_buffer_without_being_compiled_again():
     for storage, writer in (
         (LazyTensorStorage(8, compilable=True), RoundRobinWriter(compilable=True)),

@@ -19,6 +19,7 @@ from llmrl.data.replay_buffers import (
 )
 from llmrl.errors import DataError, MissingKeyError
 from tests.support.buffers import holding, refusals_after_fork, restore
+from tests.support.refusals import refusals
 
 
 def scored(*scores: float) -> TensorDict:
@@ -93,19 +94,14 @@ def test_rows_without_a_rank_are_refused_and_nothing_changes(data, error, match)
     assert (buffer[:]["score"].tolist(), buffer.write_count) == ([1, 2, 3], 3)
 
 
-def test_rows_that_are_not_tensordicts_are_refused():
-    buffer = ReplayBuffer(storage=ListStorage(3), writer=TensorDictMaxValueWriter())
-    for write in (buffer.add, buffer.extend):
-        with pytest.raises(RuntimeError, match=r"tensordicts.*got Tensor"):
-            write(torch.zeros(2))
-    assert len(buffer) == 0
-
-
-def test_a_grid_and_an_unknown_reduction_are_refused():
-    with pytest.raises(ValueError, match="ndim=2"):
-        ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
-    with pytest.raises(ValueError, match="Did you mean 'median'"):
-        TensorDictMaxValueWriter(reduction="meadian")
+UNRANKED = ReplayBuffer(storage=ListStorage(3), writer=TensorDictMaxValueWriter())
+RANKED = {"writer": TensorDictMaxValueWriter()}
+test_what_cannot_be_ranked_is_refused = refusals(
+    (RuntimeError, "tensordicts.*got Tensor", lambda: UNRANKED.add(torch.zeros(2))),
+    (RuntimeError, "tensordicts.*got Tensor", lambda: UNRANKED.extend(torch.zeros(2))),
+    (ValueError, "ndim=2", lambda: ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), **RANKED)),
+    (ValueError, "Did you mean 'median'", lambda: TensorDictMaxValueWriter(reduction="meadian")),
+)
 
 
 def test_ranks_do_not_go_to_another_process():

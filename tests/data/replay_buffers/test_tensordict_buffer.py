@@ -4,7 +4,6 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 
 from llmrl.data.ragged.stack import set_entry, with_entry
 from llmrl.data.replay_buffers import (
-    LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
@@ -34,22 +33,6 @@ class Marking(RandomSampler):
 
     def update_priority(self, index, priority):
         self.told.append((index.tolist(), priority.tolist()))
-
-
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage])
-def test_a_batch_carries_its_positions_and_the_info_of_the_sampler(storage):
-    buffer = TensorDictReplayBuffer(storage=storage(10), sampler=Marking(), batch_size=6)
-    given = rows(*range(0, 100, 10))
-    buffer.extend(given)
-    assert isinstance(buffer.writer, TensorDictRoundRobinWriter)
-    assert "index" not in given
-    batch, info = buffer.sample(return_info=True)
-    assert torch.equal(batch["index"], info["index"])
-    assert torch.equal(batch["a"], batch["index"] * 10)
-    assert torch.equal(batch["priority_weight"], batch["index"] / 10)
-    assert batch["next", "truncated"].shape == (6, 1)
-    assert "note" not in batch
-    assert buffer["index"].tolist() == list(range(10))
 
 
 def test_priorities_come_with_the_data_by_default():
@@ -147,10 +130,15 @@ def test_only_tensordicts_are_taken():
         TensorDictReplayBuffer(priority_kye="a")
 
 
-def test_the_info_of_the_sampler_is_expanded_to_the_batch():
+def test_positions_and_the_info_of_the_sampler_are_expanded_to_the_batch():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=Marking(), batch_size=4)
-    buffer.extend(TensorDict(a=torch.arange(5).unsqueeze(1).expand(5, 7), batch_size=[5, 7]))
+    given = TensorDict(a=torch.arange(5).unsqueeze(1).expand(5, 7), batch_size=[5, 7])
+    buffer.extend(given)
+    assert isinstance(buffer.writer, TensorDictRoundRobinWriter)
     batch = buffer.sample()
+    assert "index" not in given
+    assert "note" not in batch
+    assert torch.equal(batch["priority_weight"], batch["index"] / 10)
     assert batch.batch_size == (4, 7)
     for key in ("index", "priority_weight", ("next", "truncated")):
         assert batch[key].shape[:2] == (4, 7)

@@ -223,6 +223,7 @@ assert [outcome.value for outcome in deadline.ThreadRunner("reward").run(deadlin
     assert "in keeps_the_lock" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_whose_threads_run_is_never_ended_whatever_is_watched():
     """Regression: the thread that stops the timer could end before the timer was started."""
     script = """
