@@ -68,6 +68,7 @@ def test_a_program_of_the_documents_runs_and_prints_what_they_say(example, folde
     assert example.prints, "a program that shows nothing"
 
 
+@pytest.mark.slow
 @examples_of(".yaml")
 def test_a_recipe_of_the_documents_trains(example, folder, capsys):
     assert f"llmrl grpo {example.name}" in commands(), "the page says how to run it"

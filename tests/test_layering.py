@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,8 @@ FACES_OF_OTHERS = {  # documented paths of names that live in a package below th
 }
 
 
-def imports(name: str) -> Iterator[tuple[str, int]]:
+@cache
+def imports(name: str) -> tuple[tuple[str, int], ...]:
     """Every import that can run, wherever it stands; those under ``if TYPE_CHECKING`` never run."""
 
     def walk(node: ast.AST) -> Iterator[tuple[str, int]]:
@@ -108,7 +110,7 @@ def imports(name: str) -> Iterator[tuple[str, int]]:
         for child in nodes:
             yield from walk(child)
 
-    yield from walk(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+    return tuple(walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))))
 
 
 def named(name: str) -> set[str]:

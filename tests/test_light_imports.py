@@ -121,18 +121,12 @@ def test_the_hub_is_asked_once_and_what_is_in_its_cache_is_used_without_it(tmp_p
     assert hub.os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch; from llmrl.data import Bounded; assert len(torch.stack([Bounded(0, 1), Bounded(0, 2)]).shape)",
-        "import llmrl.data; assert llmrl.data.llm.History and llmrl.data.replay_buffers.samplers.RandomSampler",
-        "from llmrl.data import *; from llmrl.envs import *; assert ReplayBuffer and GymEnv and CompositeSpec",
-        "import pickle, llmrl; assert pickle.loads(pickle.dumps(llmrl.GRPOLoss)) is llmrl.objectives.llm.GRPOLoss",
-    ],
-)
-def test_what_is_loaded_on_demand_works_in_a_process_that_imported_nothing_else(code):
-    """Regression: torch.stack of specs needed a module that nothing had imported."""
-    assert run(code)[1] == 0
+ON_DEMAND = [  # each in a process that imported nothing else of llmrl
+    "import torch; from llmrl.data import Bounded; assert len(torch.stack([Bounded(0, 1), Bounded(0, 2)]).shape)",
+    "import llmrl.data; assert llmrl.data.llm.History and llmrl.data.replay_buffers.samplers.RandomSampler",
+    "from llmrl.data import *; from llmrl.envs import *; assert ReplayBuffer and GymEnv and CompositeSpec",
+    "import pickle, llmrl; assert pickle.loads(pickle.dumps(llmrl.GRPOLoss)) is llmrl.objectives.llm.GRPOLoss",
+]
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "reward", "grpo"])
@@ -142,11 +136,18 @@ def test_a_recipe_that_is_run_as_a_module_reports_bad_settings_without_torch(com
 
 
 def test_every_module_imports_without_any_extra_and_leaves_the_process_as_it_was():
+    """Regression: torch.stack of specs needed a module that nothing had imported."""
     script = f"""
-import importlib, json, multiprocessing, pkgutil, random, sys, warnings
+import importlib, json, multiprocessing, os, pkgutil, random, sys, warnings
 for extra in {EXTRAS}:
     sys.modules[extra] = None  # importing it raises
 import torch, tensordict, transformers, datasets, accelerate, numpy, rich.console  # what these do is theirs
+assert "llmrl" not in sys.modules
+for code in {ON_DEMAND}:
+    if not (child := os.fork()):
+        exec(code, {{}})
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, code
 
 def state():
     return [

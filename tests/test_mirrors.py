@@ -70,6 +70,7 @@ def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
     assert all(line.startswith("    ") for line in rollouts.splitlines()), "code, which Markdown leaves as it is"
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_run_under_its_name_also_after_a_resumption(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -88,6 +89,7 @@ def test_mlflow_has_the_run_under_its_name_also_after_a_resumption(tmp_path, mon
     assert {json.loads(line)["prompt"] for line in lines} >= {"p39", "failed"}, "the best and the worst"
 
 
+@pytest.mark.slow
 def test_wandb_has_the_settings_and_a_table_of_rollouts(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -17,6 +17,7 @@ def teacher(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"divergence": "jsd", "beta": 0.3}, {"estimator": "topk", "k": 5}, {"estimator": "sample"}],

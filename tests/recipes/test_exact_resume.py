@@ -29,29 +29,34 @@ def resume_at_step_2(place, steps, **compared):
     ("command", "changes"),
     [
         ("sft", {}),
-        ("sft", {"model": "untied"}),
         ("sft", {"batch_size": 12, "model": "gpt2"}),  # 40 rows: passes that end within four steps
         ("sft", {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4, "every": 2}}),
         ("dpo", {"dpo": {"kind": "ipo"}}),  # the reference stays the model of the first step
-        ("dpo", {"dpo": {"kind": "ipo", "reference": "none"}}),
         ("dpo", {"dpo": {"kind": "kto"}}),
-        ("dpo", {"dpo": {"kind": "ipo"}, "model": "untied", "lora": {"r": 2}}),
         ("sft", {"optim": {**OPTIM, "name": "muon", "muon": {"lr": 2e-3}}}),
         ("sft", {"eval": HELD_OUT, "lora": {"r": 2, "dropout": 0.5}}),  # an evaluation draws no random numbers
-        ("sft", {"lora": {"r": 2, "modules_to_save": ["lm_head"]}}),
-        ("dpo", {"eval": HELD_OUT}),
         ("reward", {"eval": HELD_OUT}),
-        ("reward", {"model": "untied"}),
         ("grpo", {}),
-        ("grpo", {"model": "untied"}),
         ("rejection", {"rejection": {"keep": 1}}),
-        ("grpo", {"updates_per_step": 2, "group_size": 5}),
         ("grpo", {"algorithm": "tests.support.twins:Twins", "grpo": {"kl": 0.5}, "updates_per_step": 2}),
-        ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),
-        ("grpo", {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"}),
         ("ppo", {"updates_per_step": 2, "env": {"max_turns": 2}}),
         ("ppo", {"model": "untied", "ppo": {"critic_warmup": 3, "critic": "tied"}}),  # cut while the critic warms up
-        ("ppo", {"lora": {"r": 2}}),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("sft", {"model": "untied"}),
+                ("dpo", {"dpo": {"kind": "ipo", "reference": "none"}}),
+                ("dpo", {"dpo": {"kind": "ipo"}, "model": "untied", "lora": {"r": 2}}),
+                ("sft", {"lora": {"r": 2, "modules_to_save": ["lm_head"]}}),
+                ("dpo", {"eval": HELD_OUT}),
+                ("reward", {"model": "untied"}),
+                ("grpo", {"model": "untied"}),
+                ("grpo", {"updates_per_step": 2, "group_size": 5}),
+                ("ppo", {"lora": {"r": 2}}),
+                ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),
+                ("grpo", {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"}),
+            )
+        ),
     ],
 )
 def test_training_is_resumed_exactly(place, command, changes):

@@ -120,6 +120,7 @@ def test_a_hub_that_cannot_be_reached_leaves_the_folder(taught):
     assert AutoModelForCausalLM.from_pretrained(taught.path / "out").config.model_type == "qwen2"
 
 
+@pytest.mark.slow
 def test_adapters_are_exported_alone_or_merged(place):
     peft = pytest.importorskip("peft")
     place.train("sft", "adapted", lora={"r": 2}, steps=2, checkpoint={"every": 1, "keep": 2})
@@ -137,6 +138,7 @@ def test_adapters_are_exported_alone_or_merged(place):
     assert not torch.allclose(earlier, whole, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reward_model_keeps_its_head(place):
     place.train("reward", "judge", steps=1)
     place.run("export", "judge", "out", "--dtype", "float32")

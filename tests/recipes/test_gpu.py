@@ -48,7 +48,7 @@ def test_a_checkpoint_is_resumed_where_it_was_and_recomputed_layers_change_nothi
     assert [0 < row.get("perf/mfu", 0) < 1 for row in metrics] == [bool(has_peak)] * 4
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), DEVICES[1]])
 def test_images_and_adapters_are_sampled_and_trained_alike(place, on, device):
     pytest.importorskip("peft")
     on(device)

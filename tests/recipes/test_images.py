@@ -213,6 +213,7 @@ def test_images_of_problems_that_are_only_measured_are_refused_before_weights_ar
 # --- adapters, several ranks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapters_are_those_of_the_text_layers_and_the_engine_samples_by_them(place):
     pytest.importorskip("peft")
     words = ("model_options.freeze_vision=true",)

@@ -78,6 +78,7 @@ def kept_bytes(scorer, rows, autocast):
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_knows_the_bytes_kept_for_the_backward_pass_to_a_tenth(family, arithmetic):
@@ -125,6 +126,7 @@ def test_with_adapters_the_arithmetic_is_that_of_frozen_products():
     assert shape.frozen_products > 0.8 * shape.multiplied
 
 
+@pytest.mark.slow
 def test_public_models_have_their_parameters():
     billions = {name: shape_of(name).parameters / 1e9 for name in MODELS}
     expected = {"0.5B": 0.494, "3B": 3.086, "7B": 7.616, "14B": 14.770, "32B": 32.764, "70B": 70.554, "30B-A3B": 30.532}
@@ -463,6 +465,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(place):
     place.run("sft", "plan.yaml", "--gpu", "H100:8", code=2, words=["needs --dry-run"])
 
 
+@pytest.mark.slow
 def test_the_engine_is_planned_for_those_gpus_too(tmp_path):
     def rows(rollout, gpu="H100:8", **changes):
         model = {"hidden_size": 32, "heads": 4}

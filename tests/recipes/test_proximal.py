@@ -49,6 +49,7 @@ def parts_of_a_step(session, temperature, budget, packing):
     return updater, GRPOLoss(actor, **LOSS), sampled(session, actor, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["off", "on"])
 @pytest.mark.parametrize("budget", [96, 16384])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])

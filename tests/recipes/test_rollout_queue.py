@@ -44,6 +44,7 @@ def test_no_row_is_older_than_allowed_and_every_group_is_delivered_dropped_or_wa
     assert (dropped > 0) == (oversample > 0), "without groups to spare a step waits for the slowest"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.parametrize("update", [10.0, 50.0])
 def test_slow_groups_are_trained_as_often_as_fast_ones(k, update):

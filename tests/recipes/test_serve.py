@@ -8,6 +8,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="the client that the server is tested with")
 
 
+@pytest.mark.slow
 def test_a_run_is_served_until_it_is_interrupted(place):
     place.train("sft", "taught", steps=1)
     asked = {"model": "taught", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}

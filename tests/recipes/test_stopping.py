@@ -39,6 +39,7 @@ def no_space(*arguments, **options):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "method"), [(torch, "save"), (PreTrainedModel, "save_pretrained")])
 def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_there(place, monkeypatch, owner, method):
     changes = {"steps": 4, "checkpoint": {"every": 2}}
@@ -242,6 +243,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(place, command):
         place.same_rollouts("straight", "killed", 60)
 
 
+@pytest.mark.slow
 def test_one_command_begins_a_run_begins_it_again_and_goes_on(place):
     """As a queue starts a job again whose machine it took away."""
     settings = place.recipe("mine", "sft", checkpoint={"every": 4, "keep": 9})

@@ -93,6 +93,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
 # --- the step
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     lengths=st.lists(st.integers(4, 24), min_size=2, max_size=8),
