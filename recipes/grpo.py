@@ -34,6 +34,7 @@ from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import Algorithm, GroupQuota
 from llmrl.run.console import grpo_columns
+from llmrl.train.agent_rollouts import AgentRollouts
 from llmrl.train.algorithms import columns_read
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.context import AlgorithmState, RunContext
@@ -43,6 +44,7 @@ from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.row_source import EnvironmentRollouts, RowSource
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
@@ -72,8 +74,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     algorithm.build(RunContext(config, session, run, tokenizer, actor, updater))
 
     # Rollouts are sampled in turn with the updates, or ahead of them.
-    collector = make_collector(config, session, task, prepared.prompts, engine.policy)
-    rollouts = run.close_at_end(RolloutSource(collector, engine, updater.scorer, session, config))
+    source = make_source(config, session, task, prepared.prompts, engine.policy)
+    rollouts = run.close_at_end(RolloutSource(source, engine, updater.scorer, session, config))
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     held_out = prepared.held_out
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
@@ -138,10 +140,14 @@ run = partial(run_recipe, train)
 # --- the parts that `train` puts together -----------------------------------------------------------------------------
 
 
-def make_collector(
+def make_source(
     config: GRPOConfig, session: Session, task: Task, prompts: list[Mapping[str, Any]], policy: LLMWrapperBase
-) -> LLMCollector:
-    """The collector of this rank's share of a step's prompts, each ``group_size`` times; with tools, user, rewards."""
+) -> RowSource:
+    """What this rank's share of a step's prompts is sampled by, each ``group_size`` times: the user's agent, or an
+    environment with tools, user and rewards.
+    """
+    if config.env.agent is not None:
+        return AgentRollouts(config, session, prompts, policy)
     env = task.make_env(
         prompts,
         num_envs=config.prompts_per_step // session.world_size,
@@ -153,7 +159,7 @@ def make_collector(
     )
     if config.overlong_buffer:
         env.append_transform(OverlongShaping(config.sampling.max_tokens, config.overlong_buffer))
-    return LLMCollector(
+    collector = LLMCollector(
         env,
         policy=policy,
         yield_only_last_steps=True,  # a row is a whole conversation
@@ -162,6 +168,7 @@ def make_collector(
         concurrency=config.rollout.concurrency,
         retries=config.env.retries,
     )
+    return EnvironmentRollouts(collector)
 
 
 def trainable_rows(data: TensorDictBase, config: GRPOConfig, algorithm: Algorithm) -> TensorDictBase:

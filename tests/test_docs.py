@@ -38,6 +38,7 @@ def examples_of(suffix: str) -> pytest.MarkDecorator:
 
 
 SMALL = ("model={hidden_size: 16, layers: 1, heads: 2}", "steps=1", "prompts_per_step=2", "group_size=2")
+SMALL += ("updates_per_step=1",)
 SMALL += ("sampling.max_tokens=4", "env.split=validation", "eval.rows=2", "eval.max_tokens=4")
 
 

@@ -30,7 +30,7 @@ BASE = (
 TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 BELOW_TRAIN = (
     *(*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm", "llmrl.objectives"),
-    *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.run", "llmrl.report"),
+    *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.endpoint", "llmrl.run", "llmrl.report"),
 )
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": ("llmrl.lazy",),

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column
+from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.errors import RewriteError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, decode_rows
@@ -76,11 +77,13 @@ class Call:
 class CallGraph:
     """The calls of a rollout. Its methods may be called by several threads.
 
+    seed      with it, an answer depends only on it, the number of the request and the prompt; unless a request has one
     counters  "calls"; "roots", paths that were begun; "rewritten" of them because of the template; "retries", answers
               beside another one to the same prompt that nothing continues
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
         self.calls: list[Call] = []
         self.counters: Counter[str] = Counter()
         self._by_messages: dict[Key, Call] = {}  # the newest call of each conversation with its answer
@@ -94,6 +97,9 @@ class CallGraph:
         with self._lock:
             asked = Question((repr(tools), *map(identity, messages)), self._num_asked)
             self._num_asked += 1
+        if self.seed is not None and options.get("seeds") is None:
+            count = options.get("count", 1)
+            options["seeds"] = row_seeds(self.seed, [asked.number] * count, range(count)).tolist()
         asked.parent = self._continued(asked.keys)
         if asked.parent is not None:
             # Turns that were sampled stay as the template knows them: the client's copy may lack their reasoning.
@@ -151,13 +157,20 @@ class CallGraph:
 
 
 def make_rows(
-    leaves: Sequence[Call], tokenizer: Any, *, reward: float, group: int = 0, row: Mapping[str, Any] | None = None
+    leaves: Sequence[SampledTurn],
+    tokenizer: Any,
+    *,
+    reward: float,
+    group: int = 0,
+    row: Mapping[str, Any] | None = None,
+    plain: bool = False,
 ) -> TensorDict:
     """The rows [N] of a rollout, as `LLMCollector` makes them: the last one is done and has the reward.
 
-    A sampled id is trained in the first row that holds it, and in no other.
+    A sampled id is trained in the first row that holds it, and in no other. ``leaves``: the last turn of each path;
+    ``plain``: the log-probs before top-p, top-k and min-p are written too.
 
-    Writes  ("tokens" | "masks" | "log_probs", "full" ...), ("text", "prompt" | "response"), "group_id",
+    Writes  ("tokens" | "masks" | "log_probs", "full" ...), ("text", "prompt" | "response"), "group_id", "stop_reason",
             "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]; the columns of ``row``
     """
     owned: set[int] = set()
@@ -167,11 +180,10 @@ def make_rows(
     done = torch.zeros(count, 1, dtype=torch.bool)
     rewards = torch.zeros(count, 1, 1)
     done[-1], rewards[-1] = True, reward
-    log_probs = {"full": [c["log_probs"] for c in columns]}
-    if any(turn.plain_log_probs is not None for leaf in leaves for turn in leaf.turn.path()):
+    # Rows of different rollouts are joined, so all have the same columns.
+    log_probs = {"full": [c["log_probs"] for c in columns], "versions": [c["versions"] for c in columns]}
+    if plain:
         log_probs["plain"] = [c["plain"] for c in columns]
-    if any(turn.versions is not None for leaf in leaves for turn in leaf.turn.path()):
-        log_probs["versions"] = [c["versions"] for c in columns]
     masks = [c["mask"] for c in columns]
     ends = {"reward": rewards, "done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
     return TensorDict(
@@ -183,7 +195,8 @@ def make_rows(
             "log_probs": LogProbs.from_rows(log_probs),
             "text": Text.from_rows({"prompt": texts[::2], "response": texts[1::2]}),
             "group_id": torch.full((count,), group),
-            "policy_version": torch.tensor([min(t.version for t in leaf.turn.path()) for leaf in leaves]),
+            "policy_version": torch.tensor([min(turn.version for turn in leaf.path()) for leaf in leaves]),
+            "stop_reason": torch.tensor([int(leaf.stop_reason) for leaf in leaves]),
             "next": TensorDict(ends, batch_size=[count]),
             **{name: column([value] * count) for name, value in (row or {}).items()},
         },
@@ -191,9 +204,9 @@ def make_rows(
     )
 
 
-def _row_columns(leaf: Call, owned: set[int]) -> dict[str, Tensor]:
+def _row_columns(leaf: SampledTurn, owned: set[int]) -> dict[str, Tensor]:
     """The ids of a path, and per id the mask, log-prob, plain log-prob and version; adds its turns to ``owned``."""
-    path, ids = leaf.turn.path(), leaf.turn.stream
+    path, ids = leaf.path(), leaf.stream
     mask = torch.zeros(len(ids), dtype=torch.bool)
     log_probs, plain = torch.zeros(len(ids)), torch.zeros(len(ids))
     versions = torch.zeros(len(ids), dtype=torch.int64)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tensordict import TensorDict
 
+from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.endpoint.calls import CallGraph, Train, make_rows
 from llmrl.endpoint.chat import BadRequestError
 from llmrl.endpoint.server import Endpoint, Record
@@ -23,8 +26,8 @@ from llmrl.modules.llm.rendering import Renderer
 class Rollout(CallGraph):
     """An agent's attempt at a task: the row of the data, and the calls made with its key."""
 
-    def __init__(self, row: Mapping[str, Any], group: int) -> None:
-        super().__init__()
+    def __init__(self, row: Mapping[str, Any], group: int, seed: int | None) -> None:
+        super().__init__(seed)
         self.row, self.group = row, group
 
 
@@ -35,6 +38,8 @@ class RecordingEndpoint(Endpoint):
     tokenizer  of the engine's model, or a `Renderer` with another template
     params     of sampling; requests cannot change its distribution: one that differs is overridden and counted
     train      which calls become rows: see `CallGraph.leaves`
+    max_tokens of a conversation: see `TurnSampler`
+    modes      returns a context in which the engine is called, such as autocast: it is called by several threads
     settings   more arguments of `Endpoint`
 
     A sampled id is trained exactly once, and never tokenised again. docs/agents.md has an example.
@@ -49,32 +54,36 @@ class RecordingEndpoint(Endpoint):
         *,
         params: SamplingParams | None = None,
         train: Train = "main",
+        max_tokens: int | None = None,
+        modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
         **settings: Any,
     ) -> None:
         if train not in ("main", "all", "longest"):
             raise ConfigError(f"RecordingEndpoint: train must be main, all or longest: got {train!r}.")
         renderer = tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
         engine = engine if engine.concurrent or isinstance(engine, BatchingEngine) else BatchingEngine(engine)
-        self.train = train
+        self.train, self._modes = train, modes
+        self._sampling = SharedExclusiveLock("RecordingEndpoint")
         self._rollouts: dict[str, Rollout] = {}
         self._lock = threading.Lock()
-        super().__init__(TurnSampler(renderer, engine, params), **settings)
+        super().__init__(TurnSampler(renderer, engine, params, max_tokens=max_tokens), **settings)
 
     @property
     def base_url(self) -> str:
         """For clients: the environment variable OPENAI_BASE_URL."""
         return f"{self.url}/v1"
 
-    def begin(self, row: Mapping[str, Any] | None = None, *, group: int = 0) -> str:
+    def begin(self, row: Mapping[str, Any] | None = None, *, group: int = 0, seed: int | None = None) -> str:
         """A new rollout's key. ``group``: number of the prompt's draw, which advantages are relative to.
 
+        ``seed`` of its answers, see `CallGraph`
         ``row``  of the data; its columns are those of the rollout's rows
         Raises   DataError for a column that has the name of another entry
         """
         refuse_reserved(row or {}, "RecordingEndpoint.begin")
         key = f"sk-llmrl-{secrets.token_hex(16)}"
         with self._lock:
-            self._rollouts[key] = Rollout(row or {}, group)
+            self._rollouts[key] = Rollout(row or {}, group, seed)
         return key
 
     def rollout(self, key: str) -> Rollout:
@@ -92,11 +101,20 @@ class RecordingEndpoint(Endpoint):
         rollout = self.rollout(key)
         with self._lock:
             del self._rollouts[key]
-        leaves = rollout.leaves(self.train)
-        self.counters.update(rollout.counters)
-        if not leaves:
-            return None
-        return make_rows(leaves, self.sampler.renderer.tokenizer, reward=reward, group=rollout.group, row=rollout.row)
+        leaves = [call.turn for call in rollout.leaves(self.train)]
+        trained = {id(turn) for leaf in leaves for turn in leaf.path()}
+        self.counters.update({**rollout.counters, "trained": len(trained), "rows": len(leaves)})
+        return self.rows_of(rollout, leaves, reward) if leaves else None
+
+    def rows_of(self, rollout: Rollout, leaves: Sequence[SampledTurn], reward: float) -> TensorDict:
+        """The rows of paths that end with ``leaves``, as those of the rollout."""
+        tokenizer, plain = self.sampler.renderer.tokenizer, self.sampler.params.truncates
+        given = {"reward": reward, "group": rollout.group, "row": rollout.row}
+        return make_rows(leaves, tokenizer, plain=plain, **given)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Context in which nothing is sampled: answers in progress are waited for, and later requests are held."""
+        return self._sampling.holding(object(), math.inf, "a pause")
 
     def check_key(self, key: str) -> None:
         if key not in self._rollouts:
@@ -108,7 +126,8 @@ class RecordingEndpoint(Endpoint):
         rollout = self._rollouts.get(key)
         if rollout is None:  # it ended while this request waited
             raise BadRequestError("the rollout of this API key has ended.", status=401, code="invalid_api_key")
-        asked, turns = rollout.sample(self.sampler, messages, **options)
+        with self._sampling.holding("answers", math.inf, "an answer"), self._modes():
+            asked, turns = rollout.sample(self.sampler, messages, **options)
 
         def record(said: Sequence[Message]) -> None:
             for turn, message in zip(turns, said, strict=True):

@@ -79,8 +79,9 @@ class RejectionConfig(GRPOConfig):
     def _answers_can_be_chosen(self) -> RejectionConfig:
         if self.rejection.keep > self.group_size:
             raise ValueError(f"rejection.keep must be at most group_size {self.group_size}: got {self.rejection.keep}")
-        if self.env.max_records > 1:
-            raise ValueError("env.on_rewrite new_record is not for rejection: an answer must be one record")
+        if self.env.several_records:
+            given = "agent" if self.env.agent else "on_rewrite new_record"
+            raise ValueError(f"env.{given} is not for rejection: an answer must be one record")
         return self
 
 

@@ -12,14 +12,12 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from llmrl.collectors.llm import LLMCollector
-from llmrl.envs.llm.transforms.reward import RewardFunction
-from llmrl.envs.llm.transforms.user_turn import UserTurn
-from llmrl.errors import RolloutError, caused_by
+from llmrl.errors import RolloutError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.train.distributed import Session
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.rollout_queue import RolloutQueue
+from llmrl.train.row_source import RowSource
 from llmrl.train.settings import GRPOConfig
 
 
@@ -32,18 +30,18 @@ class RolloutSource:
 
     def __init__(
         self,
-        collector: LLMCollector,
+        rows: RowSource,
         engine: RolloutEngine,
         scorer: TokenScorer,
         session: Session,
         config: GRPOConfig,
     ):
-        self._collector, self._engine, self._scorer, self._session = collector, engine, scorer, session
+        self._rows, self._engine, self._scorer, self._session = rows, engine, scorer, session
         settings = config.rollout
         self._queue: RolloutQueue | None = None
         if settings.max_staleness or settings.oversample:
             self._queue = RolloutQueue(
-                collector,
+                rows,
                 groups=config.prompts_per_step // session.world_size,
                 group_size=config.group_size,
                 max_staleness=settings.max_staleness,
@@ -58,7 +56,7 @@ class RolloutSource:
     @property
     def version(self) -> int:
         """The version of the sampling weights: the number of optimizer steps that produced them."""
-        return self._collector.policy_version
+        return self._rows.policy_version
 
     @property
     def takes_weights(self) -> bool:
@@ -79,7 +77,7 @@ class RolloutSource:
         if self._queue:
             return self._queue.take(self._trained) if self._queue.by_group else self._queue.sample()
         with self._session.autocast(), self._session.in_step(self._engine.policy):
-            return self._collector.rollout()
+            return self._rows.rollout()
 
     def end_sampling(self) -> dict[str, float]:
         """Ends sampling until `sync_weights`: an engine on the trainer's GPU sleeps until then.
@@ -109,57 +107,43 @@ class RolloutSource:
         if not self.takes_weights:
             self._queue.wait()
         clock = time.perf_counter()
-        proof = self._engine.push(self._scorer)
+        with self._rows.paused():
+            proof = self._engine.push(self._scorer)
         return proof | {"time/sync": time.perf_counter() - clock}
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """The shares of a step that trainer and engine waited for each other, and the counts of all groups so far; {}
-        if they take turns.
+        """Metrics of the source's own; and if rollouts run ahead, the shares of a step that trainer and engine waited
+        for each other, and the counts of all groups so far.
         """
+        own = self._rows.metrics(self._session)
         if self._queue is None:
-            return {}
+            return own
         totals = self._session.sum(self._queue.totals()) if self._queue.by_group else {}
         if ended := totals and totals["produced"] - totals["queued"]:
             totals["delivered_frac"] = totals["delivered"] / ended
-        return self._queue.idle(seconds) | {f"async/{name}": value for name, value in totals.items()}
-
-    @property
-    def first_error(self) -> str:
-        """The first traceback of the environment, a reward function or a user; "" if none was kept."""
-        return next((part.first_error for part in self._parts if part.first_error), "")
+        return own | self._queue.idle(seconds) | {f"async/{name}": value for name, value in totals.items()}
 
     @property
     def failure(self) -> RolloutError:
-        """What failed first: the environment, a reward function or a user; else the rewards that returned None."""
-        for part in self._parts:
-            if part.first_error:
-                reward = isinstance(part, RewardFunction)
-                who = f"reward {part.name!r}" if reward else "user" if isinstance(part, UserTurn) else "environment"
-                return caused_by(who, part.first_error)
-        messages = (part.none_message for part in self._parts if isinstance(part, RewardFunction))
-        return RolloutError(" ".join(filter(None, messages)) or "no reward was given.")
-
-    @property
-    def _parts(self) -> list[Any]:
-        parts = (self._collector, *self._collector.env.transform.leaves())
-        return [part for part in parts if hasattr(part, "first_error")]
+        """What failed first, to raise."""
+        return self._rows.failure
 
     def warning(self, num_failed: float) -> str:
-        """The engine's warning, and the number of failed rollouts; `first_error` is included the first time."""
+        """The engine's warning, and the number of failed rollouts; the first error is included the first time."""
         if not num_failed:
             return self._engine.warning
-        error = "" if self._error_reported else self.first_error
+        error = "" if self._error_reported else self._rows.first_error
         self._error_reported = self._error_reported or bool(error)  # a reward of None is a failure without traceback
         shown = f" First error:\n{error}" if error else ""
         return self._engine.warning + f"{num_failed} rollouts failed.{shown}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state and, if rollouts run ahead, the queues of all ranks.
+        """The state of the source and, if rollouts run ahead, the queues of all ranks.
 
         "collector" is then the state before the first of these rollouts, with the version of the weights in the same
         checkpoint, for a run that has to sample them again.
         """
-        state = {"collector": self._collector.state_dict(), "ahead": None}
+        state = {"collector": self._rows.state_dict(), "ahead": None}
         if self._queue is None or not (self._queue.by_group or self._queue.in_progress):
             return state
         queues = self._session.gather([self._queue.state_dict()])
@@ -172,16 +156,16 @@ class RolloutSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``; with another number of ranks or way of sampling, queued rollouts are restarted."""
-        self._collector.load_state_dict(state["collector"])
+        self._rows.load_state_dict(state["collector"])
         queues = (state["ahead"] or {}).get("queues", ())
         if self._queue and len(queues) == self._session.world_size and queues[0]["by_group"] == self._queue.by_group:
             self._queue.load_state_dict(queues[self._session.rank], self.version)
 
     def close(self) -> None:
-        """Stops sampling, and closes the engine and the environment."""
+        """Stops sampling, and closes the engine and the source of the rows."""
         with ExitStack() as stack:  # runs in reverse order, all even if one fails
-            stack.callback(self._collector.env.close)
+            stack.callback(self._rows.close)
             if self._queue:
                 stack.callback(self._queue.close)
             stack.callback(self._engine.close)  # before the queue: its threads wait for the engine
-            stack.callback(self._collector.shutdown, close_env=False)
+            stack.callback(self._rows.stop)

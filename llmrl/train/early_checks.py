@@ -83,7 +83,8 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
             yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
     if env is not None and ":" not in env.name:
         named = {"prompt_column": env.prompt_column, "answer_column": env.answer_column}
-        read = partial(read_prompt, **named) if env.name in ("chat", *_EMBEDDED) else None
+        reads_prompts = env.name in ("chat", *_EMBEDDED) and env.agent is None
+        read = partial(read_prompt, **named) if reads_prompts else None
         yield _check_dataset("env.dataset", env.dataset, env.split, read)
         yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
 

@@ -124,7 +124,7 @@ def plan_engine(
         return None
     if config.rollout.options:
         check_options(config.rollout.options)
-    longest = longest if config.env.max_turns == 1 else 0
+    longest = 0 if config.env.several_turns else longest
     if config.rollout.elsewhere and vision_tower(model) is not None:
         raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers, .gpus and .ray.")
     if config.rollout.servers:
@@ -337,7 +337,7 @@ def _length(config: GRPOConfig, needed: int, sizes: PretrainedConfig) -> int | N
         # Messages of tools and users have no known bound, and a model with rotary scaling may support more than the
         # length in its configuration.
         known = getattr(sizes, "max_position_embeddings", None) or 0
-        return needed if env.max_turns == 1 and needed <= known else None
+        return needed if not env.several_turns and needed <= known else None
     if asked < needed:
         raise ConfigError(
             f"rollout.max_model_len: must hold what the environment needs, {needed} tokens (env.max_prompt_tokens "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.optional import check_installed
 from llmrl.run.console.numbers import counted
 from llmrl.train.algorithm_settings import PPOConfig
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
@@ -22,7 +23,7 @@ from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
 from llmrl.train.held_out import count_shared
 from llmrl.train.lora import lora_rows
-from llmrl.train.memory import memory_rows, trainer_gpus
+from llmrl.train.memory import longest_row, memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import check_rows, load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
@@ -207,16 +208,23 @@ def prepare_grpo(
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
     check_columns(load_algorithm(config.algorithm or config.ALGORITHM)[0], prompts)
+    agent = config.env.agent
+    if agent is not None:
+        for package in ("starlette", "uvicorn"):
+            check_installed(package, extra="serve", used_by="env.agent")
     # Messages of tools and users have no known length: they are taken to be as long as the longest answers.
     most = (2 * config.env.max_turns - 1) * config.sampling.max_tokens
-    lengths = RowLengths(tuple(length + most for length in tokens), alike=config.group_size)
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
     if isinstance(config, PPOConfig):
         check_critic(config, empty, task.processor, runs=runs)
     context = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.env.max_conversation_tokens, context) if limit is not None]
-    lengths = replace(lengths, lengths=tuple(min(length, *limits) if limits else length for length in lengths.lengths))
+    if agent is None:
+        rows = tuple(min(length + most, *limits) if limits else length + most for length in tokens)
+    else:  # its conversations are taken to be as long as they may be
+        rows = (min(limits, default=longest_row(config)),) * len(prompts)
+    lengths = RowLengths(rows, alike=config.group_size)
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
     algorithm = make_algorithm(config, exact=config.rollout.engine == "transformers" and not session.low_precision)
@@ -231,9 +239,11 @@ def _check_processes(config: GRPOConfig, world_size: int) -> None:
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
         )
     sharded = config.parallel.mode == "fsdp2" and world_size > 1
-    if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
+    alone = f"rollout.concurrency {config.rollout.concurrency}" if config.rollout.concurrency else ""
+    alone = alone or ("env.agent" if config.env.agent else "")
+    if sharded and config.rollout.engine == "transformers" and alone:
         raise ConfigError(
-            f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
+            f"{alone} with parallel.mode fsdp2 needs rollout.engine vllm: the "
             "processes of a sharded model generate in lockstep"
         )
 
@@ -265,7 +275,7 @@ def _grpo_plan(
     if num_eval and config.eval.every:
         evaluated += f" every {config.eval.every}"
     epochs = f"{counted(config.steps, 'step')} = {config.steps * prompts / num_prompts:.2f} epochs"
-    several = {"several_turns": env.max_turns > 1, "new_records": env.on_rewrite == "new_record"}
+    several = {"several_turns": env.several_turns, "new_records": env.several_records}
     return [
         *_model_rows(config, session, shape, gpu, prepared.lengths),
         *_images(config, Renderer(task.processor), shape),
@@ -281,6 +291,7 @@ def _grpo_plan(
         ("optim", _optim(config.optim, shape)),
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
+        *_agent(config),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
         *_not_used(_unused_columns(task, prepared), task.unused_keys),
         ("keep", _checkpoints(config)),
@@ -344,6 +355,21 @@ def _tools_and_user(task: Task) -> Rows:
     return rows
 
 
+def _agent(config: GRPOConfig) -> Rows:
+    agent = config.env.agent
+    if agent is None:
+        return []
+    most = config.rollout.concurrency or "all"
+    where = ", each in a process of its own" if agent.process or agent.command else ""
+    limits = f"{most} at a time{where}, at most {agent.deadline_s:g} s with its retries, {config.env.retries} at most"
+    trained = {
+        "main": "its first conversation is trained; sub-agents and edited histories are not",
+        "all": "all its conversations are trained, sub-agents and edited histories too",
+        "longest": "its conversation with the most sampled tokens is trained",
+    }
+    return [("agent", f"{agent.label} · {limits}"), ("", trained[agent.train])]
+
+
 def _model_rows(config: ModelSource, session: Session, shape: ModelShape, gpu: GPU | None, lengths: RowLengths) -> Rows:
     model = config.model
     if isinstance(model, TinyModelSettings):
@@ -385,7 +411,7 @@ def _sampling(config: GRPOConfig) -> str:
     cut = [f"{name} {value:g}" for name, value, off in limits if value != off]
     warning = f" · {', '.join(cut)}: samples are not the policy's own" if cut else ""
     limit, turns = config.env.max_conversation_tokens, ""
-    if limit is not None or config.env.max_turns > 1:
+    if limit is not None or config.env.several_turns:
         turns = f" · conversations of at most {'what the model holds' if limit is None else f'{limit} tokens'}"
     return f"at most {sampling.max_tokens} tokens{turns} · temperature {sampling.temperature:g}{warning}"
 

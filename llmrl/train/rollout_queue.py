@@ -13,10 +13,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import cat_rows
-from llmrl.errors import ConfigError, RolloutError
+from llmrl.errors import RolloutError
 from llmrl.modules.llm.policies.columns import from_plain, to_plain
+from llmrl.train.row_source import RowSource
 from llmrl.train.step_rollouts import oldest_versions
 
 _COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restarted")
@@ -27,7 +27,7 @@ class _Part:
     """Conversations that are begun, sampled and taken together.
 
     number   position in the order in which parts were drawn
-    before   the collector's state before the part: a resumed run restarts there if the part is unfinished
+    before   the source's state before the part: a resumed run restarts there if the part is unfinished
     run      samples the conversations in the calling thread; None if they are finished
     version  of the weights when the part was begun
     """
@@ -59,7 +59,7 @@ class RolloutQueue:
 
     def __init__(
         self,
-        collector: LLMCollector,
+        rows: RowSource,
         *,
         groups: int,
         group_size: int,
@@ -68,13 +68,8 @@ class RolloutQueue:
         concurrency: int | None = None,
         modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
-        self._collector, self._modes = collector, modes
+        self._rows, self._modes = rows, modes
         self.by_group = max_staleness > 1 or oversample > 0
-        if self.by_group and collector.env.batch_locked:
-            raise ConfigError(
-                "rollout.max_staleness above 1 and rollout.oversample need an env that keeps nothing between calls "
-                f"(batch_locked=False), because groups run independently: got {type(collector.env).__name__}."
-            )
         self._max_staleness, self._group_size = max_staleness, group_size
         self._steps_ahead = 1  # at most max_staleness
         self._parts_per_step = groups if self.by_group else 1
@@ -164,7 +159,7 @@ class RolloutQueue:
     def sample(self) -> TensorDictBase:
         """A batch that is sampled now, with the columns of a restored one."""
         with self._modes():
-            return from_plain(to_plain(self._collector.rollout()))
+            return from_plain(to_plain(self._rows.rollout()))
 
     def close(self) -> None:
         """Stops sampling and waits for the threads. Blocked calls of `wait` return, those of `take` raise."""
@@ -181,7 +176,7 @@ class RolloutQueue:
         """Begins parts until ``count`` are in flight or finished."""
         while len(self._unfinished) + len(self._finished) < count:
             part = self._drawn.pop(0) if self._drawn else self._draw()
-            part.version = self._collector.policy_version
+            part.version = self._rows.policy_version
             with self._changed:
                 if not self._unfinished:
                     self._engine_idle += time.perf_counter() - self._ended
@@ -190,8 +185,8 @@ class RolloutQueue:
                 self._pool.submit(self._sample, part)
 
     def _draw(self) -> _Part:
-        before, collector = self._collector.state_dict(), self._collector
-        run = collector.begin(self._group_size) if self.by_group else lambda stopped: collector.rollout()
+        before, rows = self._rows.state_dict(), self._rows
+        run = rows.begin(self._group_size) if self.by_group else lambda stopped: rows.rollout()
         self._num_drawn += 1
         return _Part(self._num_drawn, before, run)
 
@@ -253,22 +248,22 @@ class RolloutQueue:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows of finished parts, and the collector's state before the others; waits unless parts are groups."""
+        """The rows of finished parts, and the source's state before the others; waits unless parts are groups."""
         if not self.by_group:
             self.wait()
         with self._changed:
             parts = sorted([*self._finished, *self._unfinished, *self._drawn], key=lambda part: part.number)
             rows = [None if part.data is None else to_plain(part.data) for part in parts]
             saved = [{"before": part.before, "rows": row} for part, row in zip(parts, rows, strict=True)]
-            state = {"collector": self._collector.state_dict(), "parts": saved, "counts": dict(self.counts)}
+            state = {"collector": self._rows.state_dict(), "parts": saved, "counts": dict(self.counts)}
             return state | {"by_group": self.by_group}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
         """Continues from ``state``; unfinished parts are restarted with the weights ``version``."""
         self.counts |= state["counts"]
         for part in state["parts"]:
-            # Reset the collector to before each part, so that unfinished parts are drawn again.
-            self._collector.load_state_dict(part["before"] | {"version": version})
+            # Reset the source to before each part, so that unfinished parts are drawn again.
+            self._rows.load_state_dict(part["before"] | {"version": version})
             if part["rows"] is None:
                 self._drawn.append(self._draw())
                 self.counts["restarted"] += 1
@@ -277,4 +272,4 @@ class RolloutQueue:
                 data = from_plain(part["rows"])
                 oldest = min(oldest_versions(data))
                 self._finished.append(_Part(self._num_drawn, part["before"], None, oldest, data=data))
-        self._collector.load_state_dict(state["collector"])
+        self._rows.load_state_dict(state["collector"])

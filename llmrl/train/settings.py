@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -93,6 +94,49 @@ class RewardSettings(Settings):
         raise ValueError(f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}")
 
 
+class AgentSettings(Settings):
+    """A program of the user's that calls the policy by an OpenAI-compatible API: either ``run`` or ``command``."""
+
+    run: FunctionName | None = Field(
+        None,
+        description="a function or coroutine function, such as my_agent:run; called with base URL, key and row, it "
+        "returns the reward, or a mapping with reward and other numbers",
+    )
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="a program: the row is its input as JSON, OPENAI_BASE_URL and OPENAI_API_KEY are set, the last "
+        "line that it prints is the result",
+    )
+    deadline_s: float = Field(600.0, gt=0, description="seconds that a rollout may take, with its retries")
+    process: bool = Field(False, description="run the function in a process of its own: for code that blocks")
+    train: Literal["main", "all", "longest"] = Field(
+        "main",
+        description="calls that are trained: main, of the first conversation; all, also of sub-agents and edited "
+        "histories; longest, of the conversation with the most sampled tokens",
+    )
+
+    @property
+    def label(self) -> str:
+        return self.run or shlex.join(self.command or ())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_a_name(cls, data: object) -> object:
+        if isinstance(data, str):
+            words = shlex.split(data)
+            return {"run": data} if len(words) == 1 and ":" in data else {"command": words}
+        return {"command": data} if isinstance(data, list) else data
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> AgentSettings:
+        if (self.run is None) == (self.command is None):
+            raise ValueError(f"must have either run or command: got {'both' if self.run else 'neither'}")
+        if self.process and self.run is None:
+            raise ValueError("process is for run: a command has a process of its own")
+        return self
+
+
 class EnvSettings(Settings):
     """Prompts, tools, user and rewards."""
 
@@ -103,6 +147,11 @@ class EnvSettings(Settings):
         "rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your own class",
     )
     options: dict[str, Any] = Field({}, description="arguments of your own environment, by name")
+    agent: AgentSettings | None = Field(
+        None,
+        description="an agent of your own, called with each row of the data, in place of prompt, tools, user and "
+        "reward: my_agent:run, or a command line; needs the extra serve",
+    )
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
     config: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a folder, a hub dataset or an embedded task")
@@ -151,6 +200,16 @@ class EnvSettings(Settings):
     )
 
     @property
+    def several_turns(self) -> bool:
+        """True if a conversation may have several answers of the policy."""
+        return self.max_turns > 1 or self.agent is not None
+
+    @property
+    def several_records(self) -> bool:
+        """True if a conversation may be several training records."""
+        return self.max_records > 1 or self.agent is not None
+
+    @property
     def max_records(self) -> int:
         """The largest number of training records of one conversation."""
         return self.max_turns if self.on_rewrite == "new_record" else 1
@@ -171,7 +230,10 @@ class EnvSettings(Settings):
     def _parts_fit_each_other(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
             raise ValueError("env has reward and rewards: put the single one into the list")
-        given = {"dataset": self.dataset is not None, "reward": self._has_reward or not self.NEEDS_REWARD}
+        if self.agent is not None:
+            self._check_agent()
+        has_reward = self._has_reward or self.agent is not None or not self.NEEDS_REWARD
+        given = {"dataset": self.dataset is not None, "reward": has_reward}
         if self.name == "chat" and not all(given.values()):
             raise ValueError(f"env {self.name} needs {' and '.join(key for key in given if not given[key])}")
         for column in ("prompt_column", "answer_column"):
@@ -184,6 +246,16 @@ class EnvSettings(Settings):
                 raise ValueError(f"env.{name} needs max_turns of at least 2, to continue after a reply: got 1")
         return self
 
+    def _check_agent(self) -> None:
+        """Raises ValueError for settings that an agent replaces."""
+        if ":" in self.name:
+            raise ValueError(f"env.agent gets rows, not an environment: name {self.name} is one; set env.dataset")
+        read = ("name", "agent", "dataset", "config", "split", "retries", "max_conversation_tokens")
+        fields = type(self).model_fields
+        given = [name for name in fields if name not in read and getattr(self, name) != fields[name].default]
+        if given:
+            raise ValueError(f"env.agent does this itself: leave out {', '.join(f'env.{name}' for name in given)}")
+
     @model_validator(mode="after")
     def _names_can_be_loaded(self) -> EnvSettings:
         """Loads every name that the user gave, and reports each fault at its setting; last: it runs user code."""
@@ -192,6 +264,10 @@ class EnvSettings(Settings):
         functions = {("reward",): self.reward, ("user",): self.user}
         functions |= {("rewards", n, "fn"): reward.fn for n, reward in enumerate(self.rewards or ())}
         checks = {at: partial(load_function, name, what="name") for at, name in functions.items() if name}
+        if self.agent is not None and self.agent.run is not None:
+            from llmrl.endpoint.agents import Agent
+
+            checks["agent",] = partial(Agent, self.agent.run)
         for number, tool in enumerate(self.tools):
             name, options = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
             checks["tools", number] = partial(check_tool, name, options)
@@ -411,6 +487,8 @@ class GRPOConfig(ModelSource):
                 "rollout.options: enable_lora cannot be used with lora.modules_to_save, which vLLM does not read from "
                 "adapters: leave it out, and all weights are sent"
             )
+        if self.env.agent is not None:
+            self._check_agent()
         self.grpo_settings()
         needs_groups = self.GROUPS
         if self.algorithm is not None:
@@ -425,6 +503,13 @@ class GRPOConfig(ModelSource):
             )
         return self
 
+    def _check_agent(self) -> None:
+        """Raises ValueError for settings that do nothing for an agent."""
+        if self.overlong_buffer:
+            raise ValueError("overlong_buffer is for one answer per prompt: env.agent may subtract it from its reward")
+        if self.eval.dataset is not None:
+            raise ValueError("eval.dataset is not measured with env.agent: leave it out")
+
     def grpo_settings(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:
         """Keyword arguments for MCAdvantage and the settings of GRPOLoss: the ``grpo`` section, then the preset.
 
@@ -437,7 +522,7 @@ class GRPOConfig(ModelSource):
         advantage["policy_version_key"] = None  # one draw is one group, even if several versions sampled it
         if own.scale is not None:
             advantage["scale"] = own.scale
-        if self.env.max_records > 1:  # the last record of a conversation has the reward; all get its advantage
+        if self.env.several_records:  # the last record of a conversation has the reward; all get its advantage
             advantage["trajectory_return"] = "sum"
         if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
             advantage["on_zero_variance"] = "keep" if self.zero_variance == "keep" else "drop"
@@ -531,6 +616,8 @@ class SFTConfig(ModelSource):
 
     @model_validator(mode="after")
     def _stopping_needs_a_measure(self) -> SFTConfig:
+        if self.env is not None and self.env.agent is not None:
+            raise ValueError("env.agent is for recipes that sample, such as grpo: here leave it out")
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
         return self

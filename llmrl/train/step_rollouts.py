@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -231,10 +232,14 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int], list[int
 
 
 def _reward_parts(data: TensorDictBase) -> dict[str, torch.Tensor]:
-    """float64[B] for each reward function, if there are several or one has a name."""
+    """float64[B] for each reward function, if there are several or one has a name; and for each number of an agent."""
     after = data.get("next")
     keys = sorted(key for key in after.keys() if key.startswith("reward_"))
-    return {key: after.get(key).double().flatten(1).sum(1) for key in keys}
+    parts = {key: after.get(key).double().flatten(1).sum(1) for key in keys}
+    scores = [json.loads(text or "{}") for text in column_values(after, "scores") or ()]
+    for name in sorted({name for row in scores for name in row}):
+        parts[f"reward_{name}"] = torch.tensor([row.get(name, math.nan) for row in scores], dtype=torch.float64)
+    return parts
 
 
 def _num_turns(data: TensorDictBase) -> list[int]:
@@ -246,14 +251,16 @@ def _num_turns(data: TensorDictBase) -> list[int]:
 def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
     """Metrics that the environment writes besides the reward: values of each reward function, tool calls.
 
-    Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), if present, of rows that are done
+    Reads    ("next", "reward_<name>") float32[B, 1, 1], ("next", "scores"), ("next", "tool_use"), if present, of rows
+             that are done
     Returns  "reward/<name>/mean" over conversations (their last turn) that did not fail; the metrics of `tool_metrics`
     """
     after = data.get("next")
     done = after.get("done").flatten()
     metrics = {}
-    for key, part in _reward_parts(data).items():
-        values = session.gather(part[done].tolist())
+    parts = _reward_parts(data)
+    for key in sorted(set(session.gather(list(parts)))):  # the agents of other ranks may have returned others
+        values = session.gather(parts[key][done].tolist() if key in parts else [])
         valid = [value for value in values if math.isfinite(value)]
         metrics[f"reward/{key.removeprefix('reward_')}/mean"] = sum(valid) / len(valid) if valid else math.nan
     if (use := after.get("tool_use", None)) is not None:

@@ -24,6 +24,7 @@ from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError
 from llmrl.loading import load_function
+from llmrl.modules.llm.policies.columns import refuse_reserved
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
@@ -45,6 +46,8 @@ def training_rows(env: EnvSettings) -> Sequence[Row]:
 
 def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
     """The evaluation rows; None if the settings name none: a local file has no other split."""
+    if env.agent is not None:
+        return None  # it is not measured
     if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
         return None
     rows = env_rows(env.name, settings.dataset or env.dataset, split=settings.split, config=env.config)
@@ -71,10 +74,13 @@ class Task:
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
         """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others;
-        the lengths of those that fit, in tokens.
+        the lengths of those that fit, in tokens, none of an agent's.
 
         Raises  DataError that names the first row that does not fit, if ``too_long`` is "error"
         """
+        if self.settings.agent is not None:  # which makes its prompts itself
+            refuse_reserved(rows[0], "env.dataset")
+            return list(rows), 0, []
         limit, lengths = self.settings.max_prompt_tokens, self._prompt_lengths(rows)
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if len(kept) < len(rows) and self.settings.too_long == "error":
@@ -98,8 +104,8 @@ class Task:
     def unused_columns(self, rows: Sequence[Row]) -> list[str]:
         """Columns of the first row that neither its prompt nor a reward reads."""
         settings = self.settings
-        # A user, a task and an environment of the user's may read any column.
-        if settings.user or env_maker(settings.name) is not DatasetChatEnv:
+        # An agent, a user, a task and an environment of the user's may read any column.
+        if settings.agent or settings.user or env_maker(settings.name) is not DatasetChatEnv:
             return []
         columns = {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
         rewards = [reward for reward in self._planned if isinstance(reward, RewardFunction)]
@@ -112,6 +118,8 @@ class Task:
 
         Environments of one task share its tools and reward functions, but not conversations.
         """
+        if self.settings.agent is not None:
+            raise ConfigError("env.agent: conversations are the agent's own, and its answers are not measured here.")
         env = self._asking(rows, (*self._acting, *self._scoring), **options)
         if not env.reward_keys and not self.settings.NEEDS_REWARD:
             env.append_transform(RewardFunction(_nothing, name="none"))

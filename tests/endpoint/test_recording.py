@@ -319,6 +319,42 @@ def test_a_client_that_leaves_ends_its_own_call_only(endpoint_of):
     assert endpoint.counters["abandoned"] == 1
 
 
+def test_requests_are_held_while_weights_arrive_and_then_answered(endpoint_of):
+    engine, asked = FakeEngine(["a"], tokenizer=TOKENIZER), threading.Event()
+    generate, said = engine.generate, []
+
+    def noting(*arguments, **options):
+        asked.set()
+        return generate(*arguments, **options)
+
+    engine.generate = noting
+    endpoint = endpoint_of(engine)
+    client = client_of(endpoint, key := endpoint.begin())
+
+    def ask_once():
+        said.append(client.chat.completions.create(model="m", messages=[ask("hi")]).choices[0].message.content)
+
+    with endpoint.paused():
+        thread = threading.Thread(target=ask_once)
+        thread.start()
+        wait_until(lambda: endpoint._sampling.num_waiting == 1, 60)
+        engine.version = 5
+        assert not asked.is_set()
+    thread.join(60)
+    assert said == ["a"]
+    assert endpoint.finish(key, 1.0)["policy_version"].tolist() == [5]
+
+
+def test_with_a_seed_answers_are_the_same_whatever_else_is_asked_at_the_same_time(endpoint_of):
+    endpoint = endpoint_of(transformers_engine(), params=SamplingParams(max_new_tokens=8))
+    keys = [endpoint.begin(seed=seed) for seed in (3, 4, 3)]
+    for key in keys:
+        for number in range(2):
+            client_of(endpoint, key).chat.completions.create(model="m", messages=[ask(f"hi {number}")], n=2)
+    first, other, again = (trained(endpoint.finish(key, 1.0)) for key in keys)
+    assert first == again != other
+
+
 def test_an_answer_that_ends_at_its_limit_says_so(endpoint_of):
     endpoint = endpoint_of(FakeEngine(["one two three four"], tokenizer=TOKENIZER))
     client = client_of(endpoint, endpoint.begin())

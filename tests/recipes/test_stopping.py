@@ -290,7 +290,7 @@ def test_two_ranks_that_were_killed_before_their_first_checkpoint_begin_again(pl
 
 @pytest.mark.parametrize(
     ("owner", "name", "made"),
-    [(llmrl.recipes.grpo, "make_collector", ()), (LLMCollector, "shutdown", (DatasetChatEnv,))],
+    [(llmrl.recipes.grpo, "make_source", ()), (LLMCollector, "shutdown", (DatasetChatEnv,))],
 )
 def test_whatever_fails_all_parts_of_a_run_are_closed(place, monkeypatch, owner, name, made):
     closed = set()

@@ -33,6 +33,7 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import EndOfData
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.td_ops import stack_steps
+from llmrl.errors import ConfigError
 from llmrl.weight_update import publish
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -228,8 +229,14 @@ class LLMCollector(HasBackground):
         """Starts ``count`` conversations; returns a function that runs them in lockstep to their ends.
 
         Any thread may call that function, even while others run. It takes an event, and raises `ConversationsStopped`
-        after the turn in which the event is set. Raises StopIteration at the end of the data.
+        after the turn in which the event is set. Raises StopIteration at the end of the data; ConfigError if the env
+        keeps the state of one batch, because such conversations run independently.
         """
+        if self.env.batch_locked:
+            raise ConfigError(
+                "LLMCollector.begin: the env must keep nothing between calls (batch_locked=False), because groups run "
+                f"independently (rollout.max_staleness, rollout.oversample): got {type(self.env).__name__}."
+            )
         self._read_version()
         if (root := self._start(count)) is None:
             raise StopIteration

@@ -72,10 +72,21 @@ class TurnSampler:
     >>> [second] = sampler.sample([*first.messages, first.message, {"role": "user", "content": "4+4"}], after=first)
     >>> second.message["content"], second.prompt_ids[: len(first.stream)].equal(first.stream)
     ('8', True)
+
+    ``max_tokens``: the most that a prompt and its answer may have together; None: what the engine can hold.
     """
 
-    def __init__(self, renderer: Renderer, engine: Engine, params: SamplingParams | None = None) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        engine: Engine,
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
         self.renderer, self.engine, self.params = renderer, engine, params or SamplingParams()
+        limits = [limit for limit in (max_tokens, engine.context_length) if limit is not None]
+        self.max_tokens = min(limits, default=None)
 
     def prompt(
         self, messages: Sequence[Message], *, tools: Tools | None = None, after: SampledTurn | None = None
@@ -105,10 +116,10 @@ class TurnSampler:
         Raises  DataError if the prompt leaves no room for an answer; what the engine raises
         """
         prompt = self.prompt(messages, tools=tools, after=after)
-        limit = self.engine.context_length
+        limit = self.max_tokens
         if limit is not None and len(prompt) >= limit:
             raise DataError(
-                f"TurnSampler: a prompt must have fewer than the model's {limit} tokens: got {len(prompt)}."
+                f"TurnSampler: a prompt must have fewer than the {limit} tokens of a conversation: got {len(prompt)}."
             )
         params, stops = with_stop_ids(params or self.params, self.renderer.stop_token_ids, self.engine.eos_token_ids)
         drawn = generate_within(self.engine, [prompt] * count, params, limit, seeds=seeds)

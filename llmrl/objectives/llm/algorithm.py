@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from llmrl.envs.transforms.base import Transform
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm.advantage import MCAdvantage
+from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.objectives.llm.grpo import GRPOLoss
 from llmrl.objectives.llm.settings import GRPOSettings
@@ -128,7 +129,8 @@ class Algorithm:
         Called once for the rollouts of a step, and once more for each round that is drawn in place of dropped groups;
         each rank has its own rows.
         """
-        return self.groups.inv(rows)
+        kept = self.groups.inv(rows)
+        return kept if kept is None or self.grpo.aggregation != "seq-mean" else _by_conversation(kept)
 
     def prepare(self, batches: Sequence[TensorDictBase | None]) -> dict[str, float]:
         """Writes what the loss compares with, before the step's first update changes the weights.
@@ -183,6 +185,25 @@ class Algorithm:
     def make_loss(self, actor: nn.Module) -> LossModule:
         """The loss of a policy that has ``token_scores``."""
         return self.loss(actor, self.grpo)
+
+
+def _by_conversation(rows: TensorDictBase) -> TensorDictBase:
+    """Rows whose advantage is times the row's share of its conversation's trained tokens, for means over rows: a
+    conversation of several rows then weighs as much as one of a single row, and each of its tokens the same.
+    """
+    ends = rows.get(("next", "done")).flatten(1).any(1).tolist()
+    if all(ends):
+        return rows
+    lengths = trained_tokens(rows, ("masks", "all_assistant_mask"), "Algorithm.advantages")[0].sum(1).tolist()
+    shares, first = [], 0
+    for place, is_end in enumerate(ends):
+        if is_end:
+            own = lengths[first : place + 1]
+            shares += [length / max(1, sum(own)) for length in own]
+            first = place + 1
+    for row, share in zip(singles := list(rows.unbind(0)), shares, strict=True):
+        row.set("advantage", row.get("advantage") * share)
+    return LazyStackedTensorDict.lazy_stack(singles)
 
 
 def _unread(own: type, base: type, method: str, settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
