@@ -22,7 +22,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
-from llmrl.concurrency.deadline import Calls, Outcome, runner_of
+from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner, runner_of
 from llmrl.concurrency.processes import signal_group
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.loading import load_function
@@ -83,6 +83,7 @@ class Agent:
         self._read = partial(AgentResult.of, needed=scored)
         self._command = list(command or ())
         self._function: Callable[..., Any] | None = None
+        self._runner: AsyncRunner | ThreadRunner | None = None
         if name is not None:
             function = load_function(name, what="agent")
             try:
@@ -106,6 +107,11 @@ class Agent:
             return Outcome()
         except (RolloutError, OSError) as error:
             return Outcome(error=f"{type(error).__name__}: {error}", done=True)
+
+    def close(self) -> None:
+        """Ends the threads of calls once they return, and cancels coroutines."""
+        if self._runner is not None:
+            self._runner.close()
 
 
 def _output(command: Sequence[str], base_url: str, key: str, row: Row, end: float, stopped: Callable[[], bool]) -> Any:

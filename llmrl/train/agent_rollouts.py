@@ -209,4 +209,5 @@ class AgentRollouts:
         self._endpoint.close()
 
     def close(self) -> None:
+        self._agent.close()
         self._threads.close()
