@@ -273,7 +273,7 @@ def test_arguments_that_cannot_be_used_are_refused(make, options, error, words):
 # --- as users write it ---
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_slices_of_a_buffer_of_what_workers_collect_are_steps_of_one_trajectory(make, batched):
     envs = [ParallelEnv(2, CountingEnv, mp_start_method="forkserver")] * 2 if batched else 2  # each worker has a copy
     one = make(envs=envs, frames_per_batch=96, total_frames=192, cat_results="stack")

@@ -393,7 +393,7 @@ def push_until_noticed(sender, named):
 
 
 @SCHEMES
-@pytest.mark.parametrize(("versions", "seconds"), [(20, 0.0), pytest.param(200, 15.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("versions", "seconds"), [(8, 0.0), pytest.param(200, 15.0, marks=pytest.mark.slow)])
 def test_no_worker_ever_sees_half_of_an_update(make_scheme, versions, seconds):
     """Of three workers one is killed on the way."""
     sender, results = make_scheme(timeout=60.0).create_sender(), FORK.SimpleQueue()

@@ -95,7 +95,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("make", ALL)
-@pytest.mark.parametrize("env", [Camera, lambda: Camera(3), lambda: Camera(3, False), lambda: SerialEnv(2, Camera)])
+@pytest.mark.parametrize("env", [Camera, lambda: Camera(3, False), lambda: SerialEnv(2, Camera)])
 def test_the_specs_declare_what_the_env_then_writes(env, make):
     env = TransformedEnv(env(), make())
     check_env_specs(env, break_when_any_done="both", num_steps=6, return_contiguous=True)
