@@ -401,14 +401,17 @@ def test_clearing_the_queue_keeps_the_counters(candidates):
     assert written(out) == {3: [1.0, -1.0]}
 
 
-def test_fast_and_slow_ways_count_the_same():
-    whole, slow = MCAdvantage(2), MCAdvantage(2)
-    given = batch([1, 2, 1, 2, 3, 3], [0.0, NAN, 1.0, 2.0, 5.0, 5.0])
+@pytest.mark.parametrize(
+    "rewards", [[0.0, NAN, 1.0, 2.0, 5.0, 5.0], [[0, 0], [NAN, 1], [1, 0], [2, 0], [5, 0], [5, 0]]]
+)
+def test_whole_batches_and_single_rows_count_the_same(rewards):
+    whole, single = MCAdvantage(2), MCAdvantage(2)
+    given = batch([1, 2, 1, 2, 3, 3], rewards)
     whole.inv(given)
     for row in range(6):
-        slow.inv(given[row : row + 1])
-    assert whole.counters == slow.counters
-    assert counts(whole, "trajectories return_sum") == [5, 13.0]  # one failed
+        single.inv(given[row : row + 1])
+    assert whole.counters == single.counters
+    assert counts(whole, "trajectories failed return_sum") == [5, 1, 13.0]
 
 
 @pytest.mark.parametrize("split", [False, True])

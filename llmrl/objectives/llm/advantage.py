@@ -8,15 +8,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any, Literal, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
-from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, to_rows
+from llmrl.data.replay_buffers.storages.row_list import from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
 from llmrl.objectives.llm.batch import trained_tokens
@@ -25,7 +25,9 @@ from llmrl.objectives.llm.groups import (
     CandidateSelector,
     Group,
     GroupQueue,
+    GroupRewards,
     Trajectory,
+    consecutive_rows,
     group_advantage,
     select_spread,
     selected_indices,
@@ -177,85 +179,62 @@ class MCAdvantage(Transform):
             return self._no_rows(scaled=False)
         if not td.batch_dims:
             td = LazyStackedTensorDict(td)
-        # A batch of complete groups needs no queue and is computed at once; anything else goes row by row.
-        whole = self._whole_groups(td) if type(td) is TensorDict and td.batch_dims == 1 else None
-        if whole is not None:
-            return self._write_batch(td, *whole)
-        parts = td.unbind(0) if td.batch_dims > 1 else [td]
-        ended = [trajectory for part in parts for trajectory in self._split(part, flat=td.batch_dims == 1)]
-        return self._write_rows(self._queue.complete(ended))
+        rewards = self._whole_groups(td)
+        if rewards is not None:  # no row waits, so none is copied
+            self._count_ended(rewards)
+            return self._write(td, rewards)
+        groups = self._queue.complete(self._split(td))
+        if not groups:
+            return self._no_rows(scaled=False)
+        rows = [row for group in groups for member in group for row in member.rows]
+        return self._write(from_rows(rows), self._read(groups))
 
-    # --- a batch of complete groups: no loop over rows ---
+    # --- which rows form groups ---
 
-    def _whole_groups(self, td: TensorDict) -> tuple[Tensor, Tensor] | None:
-        """(rewards_BK, order_NG) if every row is a finished trajectory and the rows are groups of exactly grpo_size."""
-        if self.candidate_group_size is not None:
+    def _whole_groups(self, td: TensorDictBase) -> GroupRewards | None:
+        """The rewards if every row is a finished trajectory and the rows are groups of exactly grpo_size."""
+        if type(td) is not TensorDict or td.batch_dims != 1 or self.candidate_group_size is not None:
             return None
-        done = self._get(td, self.done_key)
-        if not bool(done.all()):
+        if not bool(self._get(td, self.done_key).all()):
             return None
-        rewards = self._get(td, self.rewards_key)
-        rows, size = td.batch_size[0], self.group_size
-        if isinstance(rewards, list) or not rows or rewards.shape[0] != rows:
-            return None
-        # Completions that already wait in the queue come first in their group; only the row-by-row path adds them.
         rows_of: dict[Group, list[int]] = {}
         for row, group in enumerate(self._groups(td)):
             rows_of.setdefault(group, []).append(row)
-        if any(len(members) % size for members in rows_of.values()) or (self._queue and self._queue.knows(rows_of)):
+        # Completions that already wait in the queue come first in their group: only the queue adds them.
+        size = self.group_size
+        if any(len(rows) % size for rows in rows_of.values()) or (self._queue and self._queue.knows(rows_of)):
             return None
-        order_NG = torch.tensor([row for members in rows_of.values() for row in members]).view(-1, size)
-        return rewards.reshape(rows, -1), order_NG
+        place_NGS = torch.tensor([row for rows in rows_of.values() for row in rows]).view(-1, size, 1)
+        return GroupRewards.of(self._get(td, self.rewards_key), place_NGS, self.trajectory_return)
 
-    def _write_batch(self, td: TensorDict, rewards_BK: Tensor, order_NG: Tensor) -> TensorDictBase | None:
-        order_B = order_NG.flatten().to(rewards_BK.device)
-        # float64: in float32, close rewards would lose most digits in the difference to the mean.
-        rewards_NGK = rewards_BK.detach().to(torch.float64)[order_B].view(*order_NG.shape, -1)
-        self._count_ended(self._returns(rewards_NGK).flatten(), len(rewards_BK))
-        advantage_NGK, keep_NG = self._advantages(rewards_NGK)
-        advantage_BK = torch.empty_like(rewards_BK, dtype=torch.float32)
-        # Assigning through order_B undoes the sorting by group: row i of the batch gets its own advantage.
-        advantage_BK[order_B] = advantage_NGK.flatten(0, 1).to(torch.float32)
-        shape = self._get(td, self.rewards_key).shape
-        td = _with_entry(td, self.advantage_key, advantage_BK.view(shape))
-        if not bool(keep_NG.all()):
-            keep_B = torch.empty_like(order_B, dtype=torch.bool)
-            keep_B[order_B] = keep_NG.flatten()
-            if not bool(keep_B.any()):
-                return self._no_rows()
-            td = td[keep_B]
-        if not self.whiten:
-            return td
-        advantages = self._whitened(td, list(td.get(self.advantage_key)))
-        return _with_entry(td, self.advantage_key, torch.stack(advantages))
-
-    # --- anything else: trajectory by trajectory ---
-
-    def _split(self, td: TensorDictBase, flat: bool) -> list[tuple[Group, Trajectory]]:
-        """The trajectories that end in ``td[T]``; in a flat batch, unfinished ones wait for the next call."""
-        done_T = self._get(td, self.done_key).reshape(td.batch_size[0], -1).any(-1).tolist()
-        if not any(done_T) or not (flat or done_T[-1]):
-            where = ", but not in the last one of a [B, T] batch." if any(done_T) else "."
-            raise DataError(
-                f"MCAdvantage: trajectories must end: got {self.done_key!r} True in {sum(done_T)} of {len(done_T)} "
-                f"steps{where}"
-            )
-        groups = self._groups(td)
-        # Queued rewards are kept on the CPU, and in float64 as in `_write_batch`.
-        rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(td, self.rewards_key)]
+    def _split(self, td: TensorDictBase) -> list[tuple[Group, Trajectory]]:
+        """Queues each step; the trajectories that end. In a flat batch, unfinished ones wait for the next call."""
         ended: list[tuple[Group, Trajectory]] = []
-        for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):
-            if (trajectory := self._queue.add_step(group, row, reward, done=done)) is not None:
-                ended.append((group, trajectory))
+        for part in td.unbind(0) if td.batch_dims > 1 else [td]:
+            done_T = self._get(part, self.done_key).reshape(part.batch_size[0], -1).any(-1).tolist()
+            if not any(done_T) or not (td.batch_dims == 1 or done_T[-1]):
+                where = ", but not in the last one of a [B, T] batch." if any(done_T) else "."
+                raise DataError(
+                    f"MCAdvantage: trajectories must end: got {self.done_key!r} True in {sum(done_T)} of {len(done_T)} "
+                    f"steps{where}"
+                )
+            rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(part, self.rewards_key)]
+            for row, group, reward, done in zip(to_rows(part), self._groups(part), rewards, done_T, strict=True):
+                if (trajectory := self._queue.add_step(group, row, reward, done=done)) is not None:
+                    ended.append((group, trajectory))
         if ended:
-            returns = torch.tensor([self._return(trajectory) for _, trajectory in ended], dtype=torch.float64)
-            self._count_ended(returns, sum(len(trajectory.rows) for _, trajectory in ended))
+            self._count_ended(self._read([[trajectory] for _, trajectory in ended]))
         return ended
 
-    def _count_ended(self, returns: Tensor, decisions: int) -> None:
-        returns = returns[returns.isfinite()]
+    def _read(self, groups: list[list[Trajectory]]) -> GroupRewards:
+        rewards = [reward for group in groups for member in group for reward in member.rewards]
+        places_NGS = consecutive_rows([[len(member.rows) for member in group] for group in groups])
+        return GroupRewards.of(rewards, places_NGS, self.trajectory_return)
+
+    def _count_ended(self, rewards: GroupRewards) -> None:
+        returns = rewards.returns_NG[rewards.scored_NG]
         self.counters["trajectories"] += len(returns)
-        self.counters["decisions"] += decisions
+        self.counters["decisions"] += len(rewards.rows)
         if len(returns):
             self.counters["return_sum"] += float(returns.sum())
             self.counters["return_max"] = max(self.counters["return_max"], float(returns.max()))
@@ -263,7 +242,7 @@ class MCAdvantage(Transform):
     def _give_up(self, members: list[Trajectory]) -> None:
         self.counters["completed"] += 1
         self.counters["dropped"] += 1
-        self.counters["failed"] += sum(not math.isfinite(self._return(member)) for member in members)
+        self.counters["failed"] += int(self._read([members]).failed_NG.sum())
 
     def _choose(self, members: list[Trajectory]) -> list[Trajectory] | None:
         """``grpo_size`` of the candidates; after the last one fewer, if others failed. None if they would be dropped.
@@ -272,11 +251,11 @@ class MCAdvantage(Transform):
         """
         if self.candidate_group_size is None:
             return members
-        scored = [member for member in members if math.isfinite(self._return(member))]
-        failed = len(members) - len(scored)
+        rewards = self._read([members])
+        scored = list(compress(members, rewards.scored_NG[0].tolist()))
         if len(scored) >= self.group_size:
             group = from_rows([member.rows[-1] for member in scored])
-            group.set("return", torch.tensor([self._return(member) for member in scored], dtype=torch.float64))
+            group.set("return", rewards.returns_NG[rewards.scored_NG])
             selected = (self.candidate_selector or select_spread)(group, self.group_size)
             if selected is None:
                 return None
@@ -285,70 +264,41 @@ class MCAdvantage(Transform):
             chosen = scored
         else:
             return None
-        if not self._teaches(chosen, also_equal=self.on_zero_variance == "keep"):
+        equal_N, within_N = self._rules(self._read([chosen]))
+        if not within_N or (equal_N and self.on_zero_variance == "drop"):
             return None
-        self.counters["failed"] += failed
+        self.counters["failed"] += len(members) - len(scored)
         # "rescued": without more candidates than grpo_size, this group would have taught nothing.
-        self.counters["rescued"] += not self._teaches(scored[: self.group_size], also_equal=False)
+        equal_N, within_N = self._rules(self._read([scored[: self.group_size]]))
+        self.counters["rescued"] += int(equal_N | ~within_N)
         return chosen
 
-    def _teaches(self, members: list[Trajectory], *, also_equal: bool) -> bool:
-        returns_1G = torch.tensor([[self._return(member) for member in members]], dtype=torch.float64)
-        values_1C = returns_1G
-        if self.trajectory_return is None:
-            values_1C = torch.cat([member.flat_rewards for member in members])[None]
-        equal, within = self._rules(values_1C, returns_1G)
-        return bool(within) and (also_equal or not bool(equal))
+    # --- from rewards to advantages ---
 
-    def _rules(self, values_NC: Tensor, returns_NG: Tensor) -> tuple[Tensor, Tensor]:
-        """Two masks bool[N]: groups whose values are all equal, and those whose mean return is within the bounds."""
-        # compares values, not the std with 0: the std of equal rewards can be a rounding error above 0
-        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
-        if self.keep_return_bounds is None:
-            return equal_N, torch.ones_like(equal_N)
-        low, high = self.keep_return_bounds
-        mean_N = returns_NG.nanmean(1)
-        return equal_N, (mean_N > low) & (mean_N < high)
-
-    def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
-        if not groups:
-            return self._no_rows(scaled=False)
-        size = max(map(len, groups))
-        nothing = torch.empty(0, dtype=torch.float64)  # pads a group in which candidates failed
-        flat: list[Tensor] = []
-        for group in groups:
-            flat += [member.flat_rewards for member in group] + [nothing] * (size - len(group))
-        shape = (len(groups), size, -1)
-        rewards_NGK = pad_rows(flat, value=math.nan).view(shape)
-        absent_NGK = ~lengths_mask([len(rewards) for rewards in flat], rewards_NGK.shape[-1]).view(shape)
-        advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
-        rows: list[Row] = []
-        advantages: list[Tensor] = []  # one per row
-        for n, group in enumerate(groups):
-            for g, member in enumerate(group):
-                if keep_NG[n, g]:
-                    sizes = [reward.numel() for reward in member.rewards]
-                    values = advantage_NGK[n, g, : sum(sizes)].to(torch.float32).split(sizes)
-                    for reward, value in zip(member.rewards, values, strict=True):
-                        advantages.append(value.view(reward.shape))
-                    rows.extend(member.rows)
-        if not rows:
+    def _write(self, td: TensorDictBase, rewards: GroupRewards) -> TensorDictBase | None:
+        """The rows to train, with their advantages."""
+        advantage_NGK, keep_NG = self._advantages(rewards)
+        place_M, advantage_ML = rewards.place_NGS.flatten(), advantage_NGK.reshape(rewards.place_NGS.numel(), -1)
+        keep_M = keep_NG.unsqueeze(-1).expand_as(rewards.place_NGS).flatten()
+        if not bool((is_row_M := place_M >= 0).all()):
+            place_M, advantage_ML, keep_M = place_M[is_row_M], advantage_ML[is_row_M], keep_M[is_row_M]
+        # Assigning by place undoes the sorting by group: row i of the batch gets its own advantage.
+        keep_B = torch.empty_like(keep_M)
+        keep_B[place_M] = keep_M
+        if not bool(keep_B.any()):
             return self._no_rows()
-        td = from_rows(rows)
+        advantage_BL = torch.empty_like(advantage_ML, dtype=torch.float32)
+        advantage_BL[place_M] = advantage_ML.to(torch.float32)
+        advantages, rows = advantage_BL[keep_B], rewards.rows
+        td = td if bool(keep_B.all()) else td[keep_B]
+        if isinstance(rows, Tensor):
+            advantages = advantages.view(-1, *rows.shape[1:])
+        else:
+            shapes = [row.shape for row in compress(rows, keep_B.tolist())]
+            advantages = [row[: shape.numel()].view(shape) for row, shape in zip(advantages, shapes, strict=True)]
         if self.whiten:
             advantages = self._whitened(td, advantages)
-        # Rewards per token have ragged advantages that do not fit one tensor: then each row gets its own entry.
-        if len({value.shape for value in advantages}) == 1:
-            advantage = torch.stack(advantages)
-            td.set(self.advantage_key, advantage.to(td.device) if td.device is not None else advantage)
-        else:
-            singles = list(td.unbind(0))
-            for single, value in zip(singles, advantages, strict=True):
-                single.set(self.advantage_key, value)
-            td = LazyStackedTensorDict.lazy_stack(singles)
-        return td
-
-    # --- shared by both paths ---
+        return _with_entry(td, self.advantage_key, advantages)
 
     def _of_all(self, values: Tensor) -> Tensor:
         """The values of all processes, one after another; a collective."""
@@ -360,7 +310,7 @@ class MCAdvantage(Transform):
         for _ in range((self.scale == "batch" and not scaled) + 2 * self.whiten):
             self._of_all(nothing)
 
-    def _whitened(self, td: TensorDictBase, advantages: list[Tensor]) -> list[Tensor]:
+    def _whitened(self, td: TensorDictBase, advantages: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         mask_BT, lengths = trained_tokens(td, self.mask_key, "MCAdvantage")
         weights = []
         for row, (mask, advantage) in enumerate(zip(mask_BT, advantages, strict=True)):
@@ -375,35 +325,37 @@ class MCAdvantage(Transform):
         values, counts = torch.cat([value.flatten() for value in advantages]), torch.cat(weights)
         flat = whitened(values, counts, (self._of_all(values), self._of_all(counts)))
         parts = flat.to(torch.float32).split([value.numel() for value in advantages])
-        return [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]
+        parts = [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]
+        return torch.stack(parts) if isinstance(advantages, Tensor) else parts
 
-    def _advantages(self, rewards_NGK: Tensor, absent_NGK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Advantages float64[N, G, K], K rewards each, and the completions to write, bool[N, G]; absent is padding."""
-        num_groups, size, _ = rewards_NGK.shape
-        broken_NGK = ~rewards_NGK.isfinite()
-        if absent_NGK is not None:
-            broken_NGK &= ~absent_NGK
-        failed_NG = broken_NGK.any(-1)
-        num_failed = int(failed_NG.sum())
-        if num_failed:  # one broken reward invalidates its trajectory: the other rewards cannot be trusted either
-            rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
+    def _rules(self, rewards: GroupRewards) -> tuple[Tensor, Tensor]:
+        """Two masks bool[N]: groups whose values are all equal, and those whose mean return is within the bounds."""
+        # compares values, not the std with 0: the std of equal rewards can be a rounding error above 0
+        values_NC = rewards.values_NC
+        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
+        if self.keep_return_bounds is None:
+            return equal_N, torch.ones_like(equal_N)
+        low, high = self.keep_return_bounds
+        mean_N = rewards.returns_NG.nanmean(1)
+        return equal_N, (mean_N > low) & (mean_N < high)
+
+    def _advantages(self, rewards: GroupRewards) -> tuple[Tensor, Tensor]:
+        """Advantages float64[N, G, K] of K rewards each, and the completions to write, bool[N, G]."""
+        num_groups = len(rewards.scored_NG)
         # Keeps groups with enough valid completions, a mean within the bounds and, if required, unequal rewards.
-        if absent_NGK is not None:
-            failed_NG = failed_NG | absent_NGK.all(-1)
-        keep_N = size - failed_NG.sum(1) >= self.min_group_size
-        returns_NG = self._returns(rewards_NGK)
-        values_NC = rewards_NGK.flatten(1) if self.trajectory_return is None else returns_NG
-        equal_N, within_N = self._rules(values_NC, returns_NG)
+        keep_N = rewards.scored_NG.sum(1) >= self.min_group_size
+        equal_N, within_N = self._rules(rewards)
         self.counters["zero_variance"] += int((equal_N & keep_N).sum())
         keep_N &= within_N
         if self.on_zero_variance == "drop":
             keep_N &= ~equal_N
-        advantage_NC = values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)  # no part in the std of scale="batch"
+        # NaN: no part in the std of scale="batch"
+        advantage_NC = rewards.values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)
         written = int(keep_N.sum())
         batch = self._of_all(advantage_NC.flatten()) if self.scale == "batch" else None
         if written:
             advantage_NC = group_advantage(advantage_NC, scale=self.scale, eps=self.eps, batch=batch)
-        self.counters["failed"] += num_failed
+        self.counters["failed"] += int(rewards.failed_NG.sum())
         self.counters["completed"] += num_groups
         self.counters["written"] += written
         self.counters["dropped"] += num_groups - written
@@ -411,26 +363,9 @@ class MCAdvantage(Transform):
             _log.info(
                 "MCAdvantage: %d groups written, %d dropped; so far %s.", written, num_groups - written, self.counters
             )
-        advantage_NGC = advantage_NC.view(num_groups, size, -1)
         # With trajectory_return there is one value per trajectory, which all its rewards share.
-        return advantage_NGC.expand_as(rewards_NGK), keep_N.unsqueeze(1) & ~failed_NG
-
-    def _returns(self, rewards_NGK: Tensor) -> Tensor:
-        """The return of each trajectory, float64[N, G]; NaN if it failed."""
-        if rewards_NGK.shape[-1] == 1:
-            return rewards_NGK.squeeze(-1)
-        gone_NG = rewards_NGK.isnan().all(-1)  # `_advantages` has set all rewards of a failed one to NaN
-        if self.trajectory_return == "max":
-            returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1)
-        else:
-            returns_NG = rewards_NGK.nanmean(-1) if self.trajectory_return == "mean" else rewards_NGK.nansum(-1)
-        return returns_NG.masked_fill(gone_NG, torch.nan)
-
-    def _return(self, trajectory: Trajectory) -> float:
-        rewards_K = trajectory.flat_rewards
-        if not bool(rewards_K.isfinite().all()):
-            return math.nan
-        return float(self._returns(rewards_K.view(1, 1, -1)))
+        advantage_NGC = advantage_NC.view(*rewards.scored_NG.shape, -1)
+        return advantage_NGC.expand_as(rewards.rewards_NGK), keep_N.unsqueeze(1) & rewards.scored_NG
 
     def _groups(self, td: TensorDictBase) -> list[Group]:
         rows = td.batch_size[0]
@@ -456,13 +391,17 @@ class MCAdvantage(Transform):
         self._queue.load_state_dict(state)
 
 
-def _with_entry(td: TensorDict, key: NestedKey, value: Tensor) -> TensorDict:
+def _with_entry(td: TensorDictBase, key: NestedKey, value: Tensor | list[Tensor]) -> TensorDictBase:
     """A shallow copy of ``td`` with one more entry, in new containers along its path; ``td`` does not change."""
+    if isinstance(value, list):  # ragged, such as rewards per token: each row gets its own entry
+        return LazyStackedTensorDict(*(row.copy().set(key, own) for row, own in zip(td.unbind(0), value, strict=True)))
+    if type(td) is not TensorDict:
+        return td.copy().set(key, value)
     name, rest = (key, ()) if isinstance(key, str) else (key[0], tuple(key[1:]))
     entries = dict(td.items())
     if rest:
         inner = entries.get(name)
         inner = TensorDict({}, batch_size=td.batch_size, device=td.device) if inner is None else inner
         value = _with_entry(inner, rest, value)
-    entries[name] = value
+    entries[name] = value if td.device is None else value.to(td.device)
     return new_tensordict(entries, td.batch_size, td.device)

@@ -8,7 +8,7 @@ else it raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -180,6 +180,45 @@ class PaddedBatch:
         if broken_B.any():
             row = int(broken_B.nonzero()[0])
             raise DataError(f"{self.reader}: {expected}: got NaN or inf in row {row}; {remedy}.")
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """What a policy-gradient loss reads, [B, T] each and checked; None: not needed, or no groups in the batch."""
+
+    tokens: PaddedBatch
+    mask_BT: Tensor
+    group_id_B: Tensor | None
+    behaviour_BT: Tensor
+    advantage_BT: Tensor
+    proximal_BT: Tensor | None
+    reference_BT: Tensor | None
+
+    @classmethod
+    def read(
+        cls, td: TensorDictBase, keys: Any, tokens: PaddedBatch, mask_BT: Tensor, *, proximal: bool, reference: bool
+    ) -> PolicyBatch:
+        """Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN"""
+
+        def finite(key: NestedKey, name: str, remedy: str) -> Tensor:
+            missing = f"Couldn't find the log-prob of the {name}"
+            return tokens.finite(td, key, mask_BT, missing=missing, remedy=remedy)
+
+        return cls(
+            tokens,
+            mask_BT,
+            group_ids(td, keys.group_id),
+            finite(untruncated(td, keys.sample_log_prob), "sampled tokens", "the engine gave none"),
+            tokens.advantage(td, keys.advantage, mask_BT),
+            finite(keys.proximal_log_prob, "proximal policy", "compute it again") if proximal else None,
+            tokens.reference(td, keys.ref_log_prob, mask_BT) if reference else None,
+        )
+
+    def to(self, like: Tensor) -> PolicyBatch:
+        """The same in the dtype and on the device of the actor's log-probs."""
+        names = ("behaviour_BT", "advantage_BT", "proximal_BT", "reference_BT")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value.to(like) for name, value in given.items()})
 
 
 def untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:

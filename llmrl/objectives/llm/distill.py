@@ -42,7 +42,7 @@ from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.algorithm import Algorithm, Context
-from llmrl.objectives.llm.batch import TOKENS, PaddedBatch, actor_scores
+from llmrl.objectives.llm.batch import TOKENS, PaddedBatch, PolicyBatch, actor_scores
 from llmrl.objectives.llm.grpo import GRPOLoss
 from llmrl.objectives.llm.settings import DistillSettings, GRPOSettings
 from llmrl.objectives.metric import Metric
@@ -325,29 +325,26 @@ class DistillLoss(GRPOLoss):
         found[mask_BT] = found_NK
         return found
 
-    def scores(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> TokenScores:
-        options, settings = self.options, self.settings
+    def scores(self, td: TensorDictBase, batch: PolicyBatch) -> TokenScores:
+        options, settings, (tokens, mask_BT) = self.options, self.settings, (batch.tokens, batch.mask_BT)
         if options.estimator == "sample":
-            return super().scores(td, batch, mask_BT)
+            return super().scores(td, batch)
         if options.estimator == "full":
             media = present(media=read_media(td))
-            teacher = read_teacher(self.teacher, batch, mask_BT, self.temperature, **media)
+            teacher = read_teacher(self.teacher, tokens, mask_BT, self.temperature, **media)
         else:
-            teacher = TopTeacher(*(batch.column(td, key)[mask_BT] for key in (TOP_IDS, TOP_LOG_PROBS)))
+            teacher = TopTeacher(*(tokens.column(td, key)[mask_BT] for key in (TOP_IDS, TOP_LOG_PROBS)))
         trains = bool(options.weight_reward or settings.entropy or settings.kl or settings.kl_inference)
         trains |= self.temperature != getattr(self.actor_network, "temperature", self.temperature)
         head = Distillation(teacher, options.weight, self.temperature, trains)
-        key = self.tensor_keys.sample_log_prob
-        entropy = settings.entropy_bonus
-        return actor_scores(self.actor_network, td, batch, mask_BT, log_probs_key=key, entropy=entropy, head=head)
+        given = {"log_probs_key": self.tensor_keys.sample_log_prob, "entropy": settings.entropy_bonus, "head": head}
+        return actor_scores(self.actor_network, td, tokens, mask_BT, **given)
 
-    def terms(
-        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, scores: TokenScores, behaviour_BT: Tensor
-    ) -> dict[str, Tensor]:
+    def terms(self, td: TensorDictBase, batch: PolicyBatch, scores: TokenScores) -> dict[str, Tensor]:
         if self.options.estimator != "sample":
             return {"distill": scores.own}
-        teacher_BT = batch.reference(td, SAMPLED, mask_BT).to(scores.log_probs)
-        return {"distill": fn.sampled_divergence(scores.log_probs, teacher_BT, behaviour_BT, mask_BT)}
+        teacher_BT = batch.tokens.reference(td, SAMPLED, batch.mask_BT).to(scores.log_probs)
+        return {"distill": fn.sampled_divergence(scores.log_probs, teacher_BT, batch.behaviour_BT, batch.mask_BT)}
 
     def surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, get_args
+from itertools import count
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.data.replay_buffers.storages.row_list import Row, pack, unpack
 from llmrl.envs.transforms.base import Transform
@@ -131,6 +133,71 @@ def whitened(values_N: Tensor, weights_N: Tensor, batch: tuple[Tensor, Tensor] |
     return (values_N - mean) / (share_M * (all_M - mean).square()).sum().clamp(min=1e-8).sqrt()
 
 
+# ---------------------------------------------------------------------------------------------- rewards, by their group
+
+
+class GroupRewards(NamedTuple):
+    """The rewards of B rows as those of N groups of G trajectories of S rows, each with L rewards; K = S L.
+
+    rows         the rewards as they were; a list if they differ in length
+    place_NGS    the row of each step; -1: there is none
+    rewards_NGK  float64; NaN where there is none, and all of a trajectory that failed
+    failed_NG    a reward is NaN or infinite: the trajectory's other rewards cannot be trusted either
+    scored_NG    there is a trajectory, and it did not fail
+    returns_NG   its return; NaN elsewhere
+    values_NC    what is compared in a group: the returns, or without ``trajectory_return`` all rewards
+    """
+
+    rows: Tensor | list[Tensor]
+    place_NGS: Tensor
+    rewards_NGK: Tensor
+    failed_NG: Tensor
+    scored_NG: Tensor
+    returns_NG: Tensor
+    values_NC: Tensor
+
+    @classmethod
+    def of(
+        cls, rows: Tensor | list[Tensor], place_NGS: Tensor, trajectory_return: Literal["sum", "max", "mean"] | None
+    ) -> GroupRewards:
+        if isinstance(rows, list) and len({row.shape for row in rows}) == 1:
+            rows = torch.stack(rows)
+        # float64: in float32, close rewards would lose most digits in the difference to the mean.
+        if isinstance(rows, Tensor):
+            rewards_BL = rows.detach().to(torch.float64).reshape(len(rows), -1)
+            broken_B = ~rewards_BL.isfinite().all(-1)
+        else:
+            flat = [row.detach().to(torch.float64).flatten() for row in rows]
+            rewards_BL = pad_rows(flat, value=torch.nan)
+            broken_B = torch.tensor([not row.isfinite().all() for row in flat]).to(rewards_BL.device)
+        place_NGS = place_NGS.to(rewards_BL.device)
+        # One more row, which -1 finds: of no rewards.
+        rewards_NGSL = torch.cat([rewards_BL, rewards_BL.new_full((1, rewards_BL.shape[1]), torch.nan)])[place_NGS]
+        failed_NG = torch.cat([broken_B, broken_B.new_zeros(1)])[place_NGS].any(-1)
+        scored_NG = (place_NGS[..., 0] >= 0) & ~failed_NG
+        rewards_NGK = rewards_NGSL.flatten(2).masked_fill(failed_NG.unsqueeze(-1), torch.nan)
+        if trajectory_return == "max":
+            returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1)
+        else:
+            returns_NG = rewards_NGK.nanmean(-1) if trajectory_return == "mean" else rewards_NGK.nansum(-1)
+        returns_NG = returns_NG.masked_fill(~scored_NG, torch.nan)
+        values_NC = rewards_NGK.flatten(1) if trajectory_return is None else returns_NG
+        return cls(rows, place_NGS, rewards_NGK, failed_NG, scored_NG, returns_NG, values_NC)
+
+
+def consecutive_rows(lengths: Sequence[Sequence[int]]) -> Tensor:
+    """``place_NGS`` of rows that follow each other: those of each trajectory of each group; -1 where there is none.
+
+    >>> consecutive_rows([[1, 2], [1]]).tolist()
+    [[[0, -1], [1, 2]], [[3, -1], [-1, -1]]]
+    """
+    size, steps, number = max(map(len, lengths)), max(map(max, lengths)), count()
+    padded = [[*group, *[0] * (size - len(group))] for group in lengths]
+    return torch.tensor(
+        [[[next(number) if step < own else -1 for step in range(steps)] for own in group] for group in padded]
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- waiting
 
 Group = tuple[Hashable, Hashable]  # the prompt, the policy version (None if there is none)
@@ -141,10 +208,6 @@ class Trajectory(NamedTuple):
 
     rows: list[Row]
     rewards: list[Tensor]
-
-    @property
-    def flat_rewards(self) -> Tensor:
-        return torch.cat([reward.flatten() for reward in self.rewards])
 
 
 class GroupQueue:

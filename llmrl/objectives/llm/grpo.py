@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens. lp is the log-prob under the current weights, lg 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.batch import PaddedBatch
+from llmrl.objectives.llm.batch import PaddedBatch, PolicyBatch
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.settings import GRPOSettings
 from llmrl.objectives.metric import Metric
@@ -198,19 +198,19 @@ class GRPOLoss(LossModule):
         return self._score(td, *self._read(td), entropy=False).log_probs
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput | dict[str, Tensor]:
-        settings, keys = self.settings, self.tensor_keys
-        # The columns that every setting needs are read first: if one is missing, no forward pass is wasted.
-        batch, mask_BT = self._read(td)
-        group_id_B = reading.group_ids(td, keys.group_id)
-        counts = normalizer or StepCounts.of(mask_BT, group_id_B)  # whole step, so that micro-batches add up
-        behaviour_BT = self._behaviour(td, batch, mask_BT)
-        advantage_BT = batch.advantage(td, keys.advantage, mask_BT)
-        scores = self.scores(td, batch, mask_BT)
+        settings, (tokens, mask_BT) = self.settings, self._read(td)
+        needed = {"proximal": self.reads_proximal, "reference": self.reads_reference}
+        batch = PolicyBatch.read(td, self.tensor_keys, tokens, mask_BT, **needed)
+        counts = normalizer or StepCounts.of(mask_BT, batch.group_id_B)  # whole step, so that micro-batches add up
+        scores = self.scores(td, batch)
         log_prob_BT = scores.log_probs
-        behaviour_BT, advantage_BT = behaviour_BT.to(log_prob_BT), advantage_BT.to(log_prob_BT)
+        batch = batch.to(log_prob_BT)
+        behaviour_BT, advantage_BT = batch.behaviour_BT, batch.advantage_BT
 
         # The ratio of the current policy to the proximal one. GSPO has one ratio for the whole sequence.
-        proximal_BT = self._proximal(td, batch, mask_BT, log_prob_BT, behaviour_BT)
+        # "detach": ratio 1, with the gradient of log_prob.
+        known = {"behaviour": behaviour_BT, "detach": log_prob_BT.detach(), "recomputed": batch.proximal_BT}
+        proximal_BT = known[settings.proximal]
         token_log_ratio_BT = fn.log_ratio(log_prob_BT, proximal_BT, mask_BT)
         sequence_level = settings.ratio_level == "sequence"
         log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT) if sequence_level else token_log_ratio_BT
@@ -221,10 +221,33 @@ class GRPOLoss(LossModule):
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
         weight_BT = self._correction_weight(proximal_BT, behaviour_BT, drift_BT, mask_BT)
 
+        # The terms, by name: per token, with the coefficient. Entropy and KL leave weight_BT out: they also act on
+        # tokens that the correction drops.
+        own = self.measure(log_ratio_BT.detach(), log_prob_BT.detach(), behaviour_BT, advantage_BT)
+        further = self.terms(td, batch, scores)
+        terms = {"objective": (1.0, surrogate_BT * weight_BT)}
+        measured = {**own, **({} if scores.entropy is None else {"entropy": scores.entropy.detach()})}
+        if settings.entropy:
+            terms["entropy"] = (-settings.entropy, scores.entropy)
+        for name, coefficient, other_BT in (
+            ("kl_to_ref", settings.kl, batch.reference_BT),
+            ("kl_to_inference", settings.kl_inference, behaviour_BT),
+        ):
+            if coefficient is not None:
+                kind = settings.kl_estimator
+                kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
+                terms[name], measured[name] = (coefficient, kl_BT), kl_BT.detach()
+        terms |= {name: (1.0, value_BT) for name, value_BT in further.items()}
+        measured |= {name: value_BT.detach() for name, value_BT in further.items()}
+
         # The aggregation: all terms share one set of token weights, so their balance does not depend on the lengths.
-        aggregation = "sum" if settings.aggregation == "none" else settings.aggregation
         token_weight_BT = fn.token_weights(
-            mask_BT, aggregation, counts, max_length=settings.max_length, group_id_B=group_id_B, dtype=log_prob_BT.dtype
+            mask_BT,
+            "sum" if settings.aggregation == "none" else settings.aggregation,
+            counts,
+            max_length=settings.max_length,
+            group_id_B=batch.group_id_B,
+            dtype=log_prob_BT.dtype,
         )
 
         def aggregate(value_BT: Tensor) -> Tensor:
@@ -232,27 +255,12 @@ class GRPOLoss(LossModule):
             value_BT = value_BT.masked_fill(~mask_BT, 0.0) * token_weight_BT
             return value_BT if settings.aggregation == "none" else value_BT.sum()
 
-        terms = {"loss_objective": aggregate(surrogate_BT * weight_BT)}
-        # Entropy and KL leave weight_BT out: they also act on tokens that the correction drops.
-        own = self.measure(log_ratio_BT.detach(), log_prob_BT.detach(), behaviour_BT, advantage_BT)
-        measured = dict(own)
-        if scores.entropy is not None:
-            measured["entropy"] = scores.entropy.detach()
-        if settings.entropy:
-            terms["loss_entropy"] = -settings.entropy * aggregate(scores.entropy)
-        for name, coefficient, other_BT in self._kl_targets(td, batch, mask_BT, behaviour_BT):
-            kind = settings.kl_estimator
-            kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
-            terms[f"loss_kl_to_{name}"] = coefficient * aggregate(kl_BT)
-            measured[f"kl_to_{name}"] = kl_BT.detach()
-        for name, value_BT in self.terms(td, batch, mask_BT, scores, behaviour_BT).items():
-            terms[f"loss_{name}"] = aggregate(value_BT)
-            measured[name] = own[name] = value_BT.detach()
+        losses = {f"loss_{name}": weight * aggregate(value_BT) for name, (weight, value_BT) in terms.items()}
         # For the mismatch with the engine: the trainer's log-probs, if recomputed those from before the updates.
-        trainer_BT = proximal_BT if settings.proximal == "recomputed" else log_prob_BT.detach()
+        trainer_BT = proximal_BT if self.reads_proximal else log_prob_BT.detach()
         if self.on_tokens is not None:
-            known = {"trainer_logp": trainer_BT, "advantage": advantage_BT, "ratio": log_ratio_BT.detach().exp()}
-            self.on_tokens(td, mask_BT, known | measured)
+            told = {"trainer_logp": trainer_BT, "advantage": advantage_BT, "ratio": log_ratio_BT.detach().exp()}
+            self.on_tokens(td, mask_BT, told | measured)
         metrics = _step_metrics(
             measured,
             mask_BT,
@@ -263,7 +271,7 @@ class GRPOLoss(LossModule):
             drift_BT=drift_BT,
             mismatch_BT=trainer_BT - behaviour_BT,
         )
-        return {**terms, **metrics} if own else GRPOLossOutput(**terms, **metrics, batch_size=[])
+        return {**losses, **metrics} if own or further else GRPOLossOutput(**losses, **metrics, batch_size=[])
 
     def measure(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, advantage_BT: Tensor
@@ -274,24 +282,21 @@ class GRPOLoss(LossModule):
         """
         return {}
 
-    def scores(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> TokenScores:
+    def scores(self, td: TensorDictBase, batch: PolicyBatch) -> TokenScores:
         """The actor's scores of the trained tokens, with grad; a subclass may compute more in the same pass."""
-        return self._score(td, batch, mask_BT, entropy=self.settings.entropy_bonus)
+        return self._score(td, batch.tokens, batch.mask_BT, entropy=self.settings.entropy_bonus)
 
-    def terms(
-        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, scores: TokenScores, behaviour_BT: Tensor
-    ) -> dict[str, Tensor]:
+    def terms(self, td: TensorDictBase, batch: PolicyBatch, scores: TokenScores) -> dict[str, Tensor]:
         """Further terms of a subclass by name, float[B, T] with grad, aggregated like the others, and reported."""
         return {}
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
-        batch = PaddedBatch.read(td, self.tensor_keys, reader="GRPOLoss", device=self.device)
-        return batch, batch.trained_mask(td, self.tensor_keys, self.settings.masking_strategy)
+        tokens = PaddedBatch.read(td, self.tensor_keys, reader="GRPOLoss", device=self.device)
+        return tokens, tokens.trained_mask(td, self.tensor_keys, self.settings.masking_strategy)
 
-    def _score(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, *, entropy: bool) -> TokenScores:
-        log_probs_key = self.tensor_keys.sample_log_prob
+    def _score(self, td: TensorDictBase, tokens: PaddedBatch, mask_BT: Tensor, *, entropy: bool) -> TokenScores:
         scores = reading.actor_scores(
-            self.actor_network, td, batch, mask_BT, log_probs_key=log_probs_key, entropy=entropy
+            self.actor_network, td, tokens, mask_BT, log_probs_key=self.tensor_keys.sample_log_prob, entropy=entropy
         )
         if entropy and self.settings.entropy and scores.entropy is None:
             raise ConfigError(
@@ -299,22 +304,6 @@ class GRPOLoss(LossModule):
                 f"{type(self.actor_network).__name__}, which returns log-probs only."
             )
         return scores
-
-    def _behaviour(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> Tensor:
-        key, missing = self.tensor_keys.sample_log_prob, "Couldn't find the log-prob of the sampled tokens"
-        return batch.finite(td, reading.untruncated(td, key), mask_BT, missing=missing, remedy="the engine gave none")
-
-    def _proximal(
-        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor
-    ) -> Tensor:
-        match self.settings.proximal:
-            case "behaviour":
-                return behaviour_BT
-            case "detach":  # ratio 1, with the gradient of log_prob
-                return log_prob_BT.detach()
-        missing = "Couldn't find the log-prob of the proximal policy"
-        key = self.tensor_keys.proximal_log_prob
-        return batch.finite(td, key, mask_BT, missing=missing, remedy="compute it again").to(log_prob_BT)
 
     def _correction_weight(
         self, proximal_BT: Tensor, behaviour_BT: Tensor, drift_BT: Tensor, mask_BT: Tensor
@@ -329,16 +318,6 @@ class GRPOLoss(LossModule):
             # (lp - lg)^2 / 2 is the k2 estimate of the KL between engine and current policy at this token.
             weight_BT = weight_BT.masked_fill(0.5 * drift_BT.detach().square() > settings.kl_mask_threshold, 0.0)
         return weight_BT
-
-    def _kl_targets(
-        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, behaviour_BT: Tensor
-    ) -> Iterator[tuple[str, float, Tensor]]:
-        """Name, coefficient and log-probs of each policy that a KL term keeps the current one close to."""
-        if self.settings.kl is not None:
-            reference_BT = batch.reference(td, self.tensor_keys.ref_log_prob, mask_BT)
-            yield "ref", self.settings.kl, reference_BT.to(behaviour_BT)
-        if self.settings.kl_inference is not None:
-            yield "inference", self.settings.kl_inference, behaviour_BT
 
     def surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
