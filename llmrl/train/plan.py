@@ -179,12 +179,14 @@ def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) 
         return rows, prepared.engine
 
 
-def make_algorithm(config: GRPOConfig, *, exact: bool = True) -> Algorithm:
+def make_algorithm(config: GRPOConfig, task: Task, *, exact: bool = True) -> Algorithm:
     """The algorithm of a recipe. ``exact``: see `GRPOConfig.grpo_settings`."""
     found, options = load_algorithm(config.algorithm or config.ALGORITHM)
     if config.algorithm is None and config.SECTION is not None:
         options = getattr(config, config.SECTION)
     advantage, grpo = config.grpo_settings(exact=exact)
+    if grpo.multi_objective_aggregation == "normalize_then_sum":
+        advantage["reward_weights"] = task.reward_weights
     return found(options, group_size=config.group_size, advantage=advantage, grpo=grpo)
 
 
@@ -227,7 +229,9 @@ def prepare_grpo(
     lengths = RowLengths(rows, alike=config.group_size)
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
-    algorithm = make_algorithm(config, exact=config.rollout.engine == "transformers" and not session.low_precision)
+    algorithm = make_algorithm(
+        config, task, exact=config.rollout.engine == "transformers" and not session.low_precision
+    )
     prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), algorithm)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 

@@ -526,6 +526,18 @@ class GRPOConfig(ModelSource):
             advantage["trajectory_return"] = "sum"
         if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
             advantage["on_zero_variance"] = "keep" if self.zero_variance == "keep" else "drop"
+        if own.multi_objective_aggregation == "normalize_then_sum":
+            if self.env.rewards is None or self.env.max_turns > 1:
+                raise ConfigError(
+                    "grpo.multi_objective_aggregation: normalize_then_sum needs env.rewards, a list, and one turn "
+                    f"(env.max_turns 1): got {'none' if self.env.rewards is None else len(self.env.rewards)} and "
+                    f"{self.env.max_turns} turns."
+                )
+            if advantage["scale"] in ("batch", "raw") or advantage.get("whiten"):
+                raise ConfigError(
+                    "grpo.multi_objective_aggregation: normalize_then_sum normalises each reward in its group, then "
+                    "the sum over the step: use a scale other than batch and raw, and an algo without whitening."
+                )
         loss, chosen = own.over(preset.settings), {}
         if loss.aggregation == "none":
             raise ConfigError("grpo.aggregation: must give one number for the whole step: got 'none', one per token.")

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 
 from llmrl.data.llm.images import refuse_images
 from llmrl.data.llm.row_reading import place_of
@@ -141,6 +141,12 @@ class Task:
     def tools(self) -> ToolTransform | None:
         """The tool transform, of which each environment has a copy; None without tools."""
         return next((transform for transform in self._acting if isinstance(transform, ToolTransform)), None)
+
+    @property
+    def reward_weights(self) -> dict[NestedKey, float]:
+        """The column of each reward function that counts, and its weight."""
+        rewards = [reward for reward in self._planned if isinstance(reward, RewardFunction)]
+        return {("next", f"reward_{reward.name}"): reward.weight for reward in rewards if reward.weight}
 
     def _asking(self, rows: Sequence[Row], transforms: Iterable[Transform], **options: Any) -> DatasetChatEnv:
         settings, maker = self.settings, env_maker(self.settings.name)

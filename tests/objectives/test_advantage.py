@@ -434,14 +434,44 @@ def test_whitening_divides_by_the_moments_over_the_trained_tokens(split):
         MCAdvantage(2, whiten=True).inv(given.exclude("masks"))
 
 
-@pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("scale", ["batch", "none"])
-def test_the_batch_of_three_processes_is_that_of_one(scale, whiten):
-    rewards = [1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 3.0, 0.0]  # the second process has a group of equal rewards, left out
-    masks = LazyStackedTensorDict(*[TensorDict(all_assistant_mask=torch.arange(9) < 2 + i % 5) for i in range(8)])
-    given = batch([1, 1, 2, 2, 3, 3, 4, 4], rewards, masks=masks)
-    settings = {"scale": scale, "whiten": whiten, "on_zero_variance": "drop"}
-    whole = written(MCAdvantage(2, **settings).inv(given))
+PARTS = {("next", "reward_right"): 1.0, ("next", "reward_brief"): 0.1}
+RIGHT, BRIEF = [1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], [-5, -9, NAN, -2, -7, -7, -7, -7, -3, -1, -2, NAN]
+
+
+def of_two_rewards() -> TensorDict:
+    """Rewards of two functions; the second does not apply to all, and the last completion failed."""
+    given = batch(
+        [i // 4 for i in range(12)], [r + 0.1 * (0 if math.isnan(b) else b) for r, b in zip(RIGHT, BRIEF, strict=True)]
+    )
+    for key, values in zip(PARTS, (RIGHT, BRIEF), strict=True):
+        given[key] = torch.tensor(values, dtype=torch.float32).view(12, 1, 1)
+    given["next", "reward"][-1] = NAN
+    return given
+
+
+def gdpo(eps=1e-6) -> list[float]:
+    """By hand: each reward over the standard deviation of its group, their weighted sum, then that over all."""
+    sums = []
+    for start, count in ((0, 4), (8, 3)):  # the group of equal rewards has no gradient and is left out
+        total = np.zeros(count)
+        for weight, values in ((1.0, RIGHT), (0.1, BRIEF)):
+            own = np.array(values[start : start + count], dtype=float)
+            if np.nanmax(own) > np.nanmin(own):
+                total += weight * np.nan_to_num((own - np.nanmean(own)) / (np.nanstd(own, ddof=1) + eps))
+        sums += total.tolist()
+    return ((np.array(sums) - np.mean(sums)) / (np.std(sums, ddof=1) + eps)).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scale": "batch"}, {"scale": "batch", "whiten": True}, {"whiten": True}, {"reward_weights": PARTS}]
+)
+def test_the_batch_of_three_processes_is_that_of_one(settings):
+    settings = {"scale": "none", "on_zero_variance": "drop", **settings}
+    given = of_two_rewards()  # the second process has a group of equal rewards, left out
+    given["masks"] = LazyStackedTensorDict(
+        *[TensorDict(all_assistant_mask=torch.arange(9) < 2 + i % 5) for i in range(12)]
+    )
+    whole = written(MCAdvantage(4, **settings).inv(given))
     barrier, sent = threading.Barrier(3, timeout=60), {}
 
     def process(rank):
@@ -452,13 +482,28 @@ def test_the_batch_of_three_processes_is_that_of_one(scale, whiten):
             barrier.wait()
             return received
 
-        rows = [given[:4], given[4:6], given[6:]][rank]
-        return MCAdvantage(2, **settings, gather=gather).inv(rows)
+        return MCAdvantage(4, **settings, gather=gather).inv(given[4 * rank : 4 * rank + 4])
 
     with ThreadPoolExecutor(3) as pool:
         parts = list(pool.map(process, range(3)))
     assert parts[1] is None
-    assert written(parts[0]) | written(parts[2]) == whole
+    assert written(parts[0]) | written(parts[2]) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_rewards_are_normalised_one_by_one_and_then_their_weighted_sum(split):
+    advantage, given = MCAdvantage(4, reward_weights=PARTS, on_zero_variance="drop"), of_two_rewards()
+    if split:
+        assert advantage.inv(given[::2]) is None
+    out = advantage.inv(given[1::2] if split else given)
+    # The rows of the first call come first in their group; a row has as many tokens as its place, plus one.
+    values = dict(zip(lengths(out), out["advantage"].flatten().tolist(), strict=True))
+    assert [values[length] for length in sorted(values)] == pytest.approx(gdpo(), abs=1e-6)
+    assert counts(advantage, "written dropped zero_variance failed") == [2, 1, 1, 1]
+    with pytest.raises(MissingKeyError, match="reward_right"):
+        MCAdvantage(4, reward_weights=PARTS).inv(batch([1] * 4, [0.0, 1.0, 1.0, 1.0]))
+    with pytest.raises(ValueError, match=r"reward_weights.* not supported"):
+        MCAdvantage(4, reward_weights=PARTS, scale="batch")
 
 
 def test_raw_rewards_go_through_as_they_are():

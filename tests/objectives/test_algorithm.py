@@ -160,8 +160,18 @@ class Scaled(Algorithm):
     [
         (Algorithm, set()),
         (Scaled, set()),  # it calls the method that it replaces
-        (Alone, {"grpo.scale", "min_group_size"}),
-        (Best, {"grpo.scale", "grpo.clip", "grpo.surrogate", "grpo.dual_clip", "grpo.sapo_tau"}),
+        (Alone, {"grpo.scale", "grpo.multi_objective_aggregation", "min_group_size"}),
+        (
+            Best,
+            {
+                "grpo.scale",
+                "grpo.multi_objective_aggregation",
+                "grpo.clip",
+                "grpo.surrogate",
+                "grpo.dual_clip",
+                "grpo.sapo_tau",
+            },
+        ),
     ],
 )
 def test_settings_that_an_algorithm_does_not_read_are_known(algorithm, unused):

@@ -79,3 +79,17 @@ def test_the_former_name_of_the_aggregation_is_read_from_files():
     assert GRPOSettings.model_validate({"loss": "seq-mean"}).aggregation == "seq-mean"
     with pytest.raises(ValueError, match="loss"):
         GRPOSettings.model_validate({"loss": "token", "aggregation": "seq-mean"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({}, "needs env.rewards"),
+        ({"rewards": [{"fn": "math:isfinite"}], "max_turns": 2}, "one turn"),
+        ({"rewards": [{"fn": "math:isfinite"}], "scale": "batch"}, "a scale other than batch"),
+    ],
+)
+def test_rewards_that_are_normalised_one_by_one_need_a_list_of_them_and_one_turn(changes, match):
+    grpo = {"multi_objective_aggregation": "normalize_then_sum", "scale": changes.pop("scale", "group")}
+    with pytest.raises(ValueError, match=match):
+        GRPOConfig(model="tiny", env={"name": "sums", **changes}, grpo=grpo)

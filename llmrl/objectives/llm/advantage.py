@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
 from typing import Any, Literal, get_args
 
@@ -50,14 +50,15 @@ class MCAdvantage(Transform):
             rewards_key       float[B, 1, 1], or [B, T, 1], also ragged; NaN or infinite: the completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
+            ``reward_weights``  float[B, 1, 1] of each reward, NaN where it does not apply: a key and its weight
     Writes  advantage_key     float32, in the shape of the reward
     Returns from ``inv``: a batch [N] of complete groups, or None if there is none yet
     Raises  ValueError for invalid settings, MissingKeyError for an absent entry, DataError if no row is done
 
     docs/algorithms.md, "The advantage", explains the settings, the counters and how rows form trajectories.
 
-    ``gather`` returns the tensors of all processes: with it ``scale="batch"`` and ``whiten`` use the batch of all of
-    them, and each must call ``inv`` equally often, also without rows.
+    ``gather`` returns the tensors of all processes: with it ``scale="batch"``, ``whiten`` and ``reward_weights`` use
+    the batch of all of them, and each must call ``inv`` equally often, also without rows.
 
     >>> batch = TensorDict(
     ...     group_id=torch.tensor([7, 7]),
@@ -87,6 +88,7 @@ class MCAdvantage(Transform):
         policy_version_key: NestedKey | None = "policy_version",
         whiten: bool = False,
         mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        reward_weights: Mapping[NestedKey, float] | None = None,
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
         candidate_selector: CandidateSelector | None = None,
@@ -99,7 +101,7 @@ class MCAdvantage(Transform):
         self.done_key, self.mask_key, self.policy_version_key = done_key, mask_key, policy_version_key
         self.verbose = verbose
         self.trajectory_return, self.keep_return_bounds = trajectory_return, keep_return_bounds
-        self.scale, self.eps, self.whiten = scale, eps, whiten
+        self.scale, self.eps, self.whiten, self.reward_weights = scale, eps, whiten, reward_weights
         self.min_group_size = max(2, math.ceil(grpo_size / 2)) if min_group_size is None else min_group_size
         self.max_queued_groups, self.on_zero_variance = max_queued_groups, on_zero_variance
         self.candidate_group_size = candidate_group_size
@@ -146,6 +148,12 @@ class MCAdvantage(Transform):
         yield (
             bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
             f"keep_return_bounds must be (low, high) with low < high: got {bounds}",
+        )
+        decoupled = self.scale not in ("batch", "raw") and not self.whiten and self.candidate_group_size is None
+        yield (
+            self.reward_weights is None or decoupled,
+            "reward_weights, each normalised in its group, are not supported with scale='batch' or 'raw', whiten, or "
+            "candidate_group_size",
         )
         yield self.eps >= 0, f"eps must not be negative: got {self.eps}"
         yield self.max_queued_groups >= 1, f"max_queued_groups must be positive: got {self.max_queued_groups}"
@@ -232,12 +240,11 @@ class MCAdvantage(Transform):
         return GroupRewards.of(rewards, places_NGS, self.trajectory_return)
 
     def _count_ended(self, rewards: GroupRewards) -> None:
-        returns = rewards.returns_NG[rewards.scored_NG]
+        returns = [value for value in rewards.returns_NG.flatten().tolist() if not math.isnan(value)]
         self.counters["trajectories"] += len(returns)
         self.counters["decisions"] += len(rewards.rows)
-        if len(returns):
-            self.counters["return_sum"] += float(returns.sum())
-            self.counters["return_max"] = max(self.counters["return_max"], float(returns.max()))
+        self.counters["return_sum"] += sum(returns)
+        self.counters["return_max"] = max([self.counters["return_max"], *returns])
 
     def _give_up(self, members: list[Trajectory]) -> None:
         self.counters["completed"] += 1
@@ -277,25 +284,26 @@ class MCAdvantage(Transform):
 
     def _write(self, td: TensorDictBase, rewards: GroupRewards) -> TensorDictBase | None:
         """The rows to train, with their advantages."""
-        advantage_NGK, keep_NG = self._advantages(rewards)
+        advantage_NGK, keep_NG = self._advantages(rewards, td)
         place_M, advantage_ML = rewards.place_NGS.flatten(), advantage_NGK.reshape(rewards.place_NGS.numel(), -1)
-        keep_M = keep_NG.unsqueeze(-1).expand_as(rewards.place_NGS).flatten()
-        if not bool((is_row_M := place_M >= 0).all()):
+        keep_M, rows = keep_NG.unsqueeze(-1).expand_as(rewards.place_NGS).flatten(), rewards.rows
+        if len(place_M) > len(rows):  # some places have no row
+            is_row_M = place_M >= 0
             place_M, advantage_ML, keep_M = place_M[is_row_M], advantage_ML[is_row_M], keep_M[is_row_M]
         # Assigning by place undoes the sorting by group: row i of the batch gets its own advantage.
-        keep_B = torch.empty_like(keep_M)
-        keep_B[place_M] = keep_M
-        if not bool(keep_B.any()):
-            return self._no_rows()
-        advantage_BL = torch.empty_like(advantage_ML, dtype=torch.float32)
-        advantage_BL[place_M] = advantage_ML.to(torch.float32)
-        advantages, rows = advantage_BL[keep_B], rewards.rows
-        td = td if bool(keep_B.all()) else td[keep_B]
+        advantages = torch.empty_like(advantage_ML, dtype=torch.float32)
+        advantages[place_M] = advantage_ML.to(torch.float32)
+        if not bool(keep_M.all()):
+            keep_B = torch.empty_like(keep_M)
+            keep_B[place_M] = keep_M
+            if not bool(keep_B.any()):
+                return self._no_rows()
+            td, advantages = td[keep_B], advantages[keep_B]
+            rows = rows[keep_B] if isinstance(rows, Tensor) else list(compress(rows, keep_B.tolist()))
         if isinstance(rows, Tensor):
-            advantages = advantages.view(-1, *rows.shape[1:])
+            advantages = advantages.view(rows.shape)
         else:
-            shapes = [row.shape for row in compress(rows, keep_B.tolist())]
-            advantages = [row[: shape.numel()].view(shape) for row, shape in zip(advantages, shapes, strict=True)]
+            advantages = [own[: row.numel()].view(row.shape) for own, row in zip(advantages, rows, strict=True)]
         if self.whiten:
             advantages = self._whitened(td, advantages)
         return _with_entry(td, self.advantage_key, advantages)
@@ -304,10 +312,14 @@ class MCAdvantage(Transform):
         """The values of all processes, one after another; a collective."""
         return values if self.gather is None else torch.cat(self.gather([values.cpu()])).to(values.device)
 
+    @property
+    def _uses_batch(self) -> bool:
+        return self.scale == "batch" or self.reward_weights is not None
+
     def _no_rows(self, *, scaled: bool = True) -> None:
         """Nothing to write; this process still takes part in what the others exchange."""
         nothing = torch.empty(0, dtype=torch.float64)
-        for _ in range((self.scale == "batch" and not scaled) + 2 * self.whiten):
+        for _ in range((self._uses_batch and not scaled) + 2 * self.whiten):
             self._of_all(nothing)
 
     def _whitened(self, td: TensorDictBase, advantages: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
@@ -339,21 +351,29 @@ class MCAdvantage(Transform):
         mean_N = rewards.returns_NG.nanmean(1)
         return equal_N, (mean_N > low) & (mean_N < high)
 
-    def _advantages(self, rewards: GroupRewards) -> tuple[Tensor, Tensor]:
+    def _advantages(self, rewards: GroupRewards, td: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Advantages float64[N, G, K] of K rewards each, and the completions to write, bool[N, G]."""
         num_groups = len(rewards.scored_NG)
         # Keeps groups with enough valid completions, a mean within the bounds and, if required, unequal rewards.
         keep_N = rewards.scored_NG.sum(1) >= self.min_group_size
         equal_N, within_N = self._rules(rewards)
+        if self.reward_weights is not None:
+            sums_NG = self._decoupled(rewards, td)
+            equal_N = (sums_NG.nan_to_num(0.0) == 0).all(1)
         self.counters["zero_variance"] += int((equal_N & keep_N).sum())
         keep_N &= within_N
         if self.on_zero_variance == "drop":
             keep_N &= ~equal_N
         # NaN: no part in the std of scale="batch"
-        advantage_NC = rewards.values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)
+        values_NC = rewards.values_NC if self.reward_weights is None else sums_NG
+        advantage_NC = values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)
         written = int(keep_N.sum())
-        batch = self._of_all(advantage_NC.flatten()) if self.scale == "batch" else None
-        if written:
+        batch = self._of_all(advantage_NC.flatten()) if self._uses_batch else None
+        if self.reward_weights is not None:
+            batch = batch[~batch.isnan()]
+            std = batch.std() if len(batch) > 1 else batch.new_zeros(())
+            advantage_NC = (advantage_NC - batch.mean()) / (std + self.eps) if std else advantage_NC * 0.0
+        elif written:
             advantage_NC = group_advantage(advantage_NC, scale=self.scale, eps=self.eps, batch=batch)
         self.counters["failed"] += int(rewards.failed_NG.sum())
         self.counters["completed"] += num_groups
@@ -366,6 +386,20 @@ class MCAdvantage(Transform):
         # With trajectory_return there is one value per trajectory, which all its rewards share.
         advantage_NGC = advantage_NC.view(*rewards.scored_NG.shape, -1)
         return advantage_NGC.expand_as(rewards.rewards_NGK), keep_N.unsqueeze(1) & rewards.scored_NG
+
+    def _decoupled(self, rewards: GroupRewards, td: TensorDictBase) -> Tensor:
+        """The weighted sum of the advantages of each reward alone, float64[N, G] (GDPO)."""
+        sums_NG = torch.zeros_like(rewards.returns_NG)
+        for key, weight in self.reward_weights.items():
+            column = self._get(td, key)
+            if isinstance(column, list) or column.numel() != len(td) or rewards.rewards_NGK.shape[-1] != 1:
+                raise ShapeError(
+                    f"MCAdvantage: reward_weights needs one value of {key!r} per conversation, in one row."
+                )
+            own_NG = column.reshape(-1).to(rewards.returns_NG)[rewards.place_NGS.squeeze(-1)]
+            own_NG = own_NG.masked_fill(~rewards.scored_NG, torch.nan)  # absent where it does not apply
+            sums_NG += weight * group_advantage(own_NG, scale=self.scale, eps=self.eps).nan_to_num(0.0)
+        return sums_NG.masked_fill(~rewards.scored_NG, torch.nan)
 
     def _groups(self, td: TensorDictBase) -> list[Group]:
         rows = td.batch_size[0]

@@ -25,6 +25,7 @@ from llmrl.objectives.llm.settings import GRPOSettings
 from llmrl.objectives.metric import Metric
 from llmrl.settings import Settings
 
+_OF_ADVANTAGE = ("scale", "multi_objective_aggregation")
 LogProbWriter = Callable[[TensorDictBase | None], None]
 
 
@@ -85,12 +86,13 @@ class Algorithm:
     settings: ClassVar[type[Settings]] = Settings
     loss: ClassVar[type[LossModule]] = GRPOLoss
     metrics: ClassVar[Mapping[str, Metric]] = {}
-    reads: ClassVar[Sequence[NestedKey]] = ()
+    reads: Sequence[NestedKey] = ()
     compares_groups: ClassVar[bool] = True
     context: Context | None = None
 
     def __init__(self, options: Any, *, group_size: int, advantage: Mapping[str, Any], grpo: GRPOSettings):
         self.options, self.group_size, self.advantage, self.grpo = options, group_size, advantage, grpo
+        self.reads = (*self.reads, *(advantage.get("reward_weights") or ()))
 
     # --- what the plan needs, before weights are loaded ---
 
@@ -104,8 +106,8 @@ class Algorithm:
 
         A method that names a setting, or calls ``super()``, counts as reading it.
         """
-        scale = {"grpo.scale": ("scale", "advantage", "groups")}
-        loss = {f"grpo.{name}": ("grpo",) for name in GRPOSettings.model_fields if name != "scale"}
+        scale = {f"grpo.{name}": (name, "advantage", "groups") for name in _OF_ADVANTAGE}
+        loss = {f"grpo.{name}": ("grpo",) for name in GRPOSettings.model_fields if name not in _OF_ADVANTAGE}
         surrogate = {f"grpo.{name}": (name,) for name in ("clip", "surrogate", "dual_clip")}
         surrogate["grpo.sapo_tau"] = ("sapo_tau", "taus")
         yield from _unread(cls, Algorithm, "advantages", {**scale, "min_group_size": ("advantage", "groups")})

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.ragged.tensordicts import required
@@ -171,16 +172,22 @@ class GroupRewards(NamedTuple):
             rewards_BL = pad_rows(flat, value=torch.nan)
             broken_B = torch.tensor([not row.isfinite().all() for row in flat]).to(rewards_BL.device)
         place_NGS = place_NGS.to(rewards_BL.device)
-        # One more row, which -1 finds: of no rewards.
-        rewards_NGSL = torch.cat([rewards_BL, rewards_BL.new_full((1, rewards_BL.shape[1]), torch.nan)])[place_NGS]
-        failed_NG = torch.cat([broken_B, broken_B.new_zeros(1)])[place_NGS].any(-1)
-        scored_NG = (place_NGS[..., 0] >= 0) & ~failed_NG
-        rewards_NGK = rewards_NGSL.flatten(2).masked_fill(failed_NG.unsqueeze(-1), torch.nan)
-        if trajectory_return == "max":
-            returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1)
+        if place_NGS.numel() > len(rewards_BL):  # one more row of NaN, which -1 finds
+            rewards_BL, broken_B = pad(rewards_BL, (0, 0, 0, 1), value=torch.nan), pad(broken_B, (0, 1))
+        rewards_NGK = rewards_BL[place_NGS].flatten(2)
+        scored_NG = place_NGS[..., 0] >= 0
+        failed_NG = torch.zeros_like(scored_NG)
+        if bool(broken_B.any()):
+            failed_NG = broken_B[place_NGS].any(-1)
+            scored_NG &= ~failed_NG
+            rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
+        if rewards_NGK.shape[-1] == 1:
+            returns_NG = rewards_NGK.squeeze(-1)
+        elif trajectory_return == "max":
+            returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1).masked_fill(~scored_NG, torch.nan)
         else:
             returns_NG = rewards_NGK.nanmean(-1) if trajectory_return == "mean" else rewards_NGK.nansum(-1)
-        returns_NG = returns_NG.masked_fill(~scored_NG, torch.nan)
+            returns_NG = returns_NG.masked_fill(~scored_NG, torch.nan)
         values_NC = rewards_NGK.flatten(1) if trajectory_return is None else returns_NG
         return cls(rows, place_NGS, rewards_NGK, failed_NG, scored_NG, returns_NG, values_NC)
 

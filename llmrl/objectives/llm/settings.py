@@ -22,6 +22,7 @@ MaskingStrategy = Literal["sft", "rlhf", "generic"]
 Proximal = Literal["behaviour", "detach", "recomputed"]
 RatioLevel = Literal["token", "sequence"]
 Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl", "raw"]
+RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 Surrogate = Literal["clip", "cispo", "sapo", "dppo", "reinforce"]
 
 _DOCUMENTED_NAMES = {  # settings whose keyword in GRPOLoss has another name
@@ -86,6 +87,11 @@ class GRPOSettings(Settings):
     )
     scale: Scale | None = Field(
         default=None, description="what divides the centred reward; for the advantage, not the loss"
+    )
+    multi_objective_aggregation: RewardAggregation | None = Field(
+        default=None,
+        description="of several rewards the weighted sum is normalised in the group (null), or each alone, and their "
+        "sum over the step (GDPO); for the advantage, not the loss",
     )
     ratio_level: RatioLevel | None = Field(default=None, description="a ratio per token, or one per answer (GSPO)")
     surrogate: Surrogate | None = Field(default=None, description="the objective that the ratio enters")
@@ -394,6 +400,8 @@ class Preset:
         """The four choices in words, with the given arguments and settings in place of the preset's."""
         chosen = {**self.advantage, **(advantage or {})}
         words = _ADVANTAGE_WORDS[chosen.get("scale", "group")]
+        if chosen.get("reward_weights"):
+            words = f"of each reward alone {words}; their weighted sum, minus its mean, / its std over the step (GDPO)"
         if chosen.get("whiten"):
             words += ", whitened over the tokens of the batch"
         if chosen.get("on_zero_variance") == "drop":
