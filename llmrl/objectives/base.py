@@ -32,6 +32,7 @@ class LossModule(nn.Module, abc.ABC):
     reads_reference: bool = False  # ("next", "ref_log_probs", "full"), of the model that the run started from
     reads_mismatched: bool = False  # the sum of `mismatched_log_ratios` over all rows of a step, in its normalizer
     work: float = 1.0  # of a row for the model, where 1 is a forward and a backward pass of all its tokens
+    reads_entropy: bool = False  # ("top_entropy", "full"), by its `entropies` before the first update
     reads_proximal: bool = False  # ("proximal_log_probs", "full"), by its `proximal_log_probs` before the first update
 
     def __init__(self) -> None:

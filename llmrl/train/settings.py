@@ -552,6 +552,8 @@ class GRPOConfig(ModelSource):
                 chosen["proximal"] = "behaviour" if exact else "recomputed"
         if loss.aggregation == "dr_grpo" and loss.max_length is None:
             chosen["max_length"] = self.sampling.max_tokens
+        if loss.top_entropy_quantile == 1:  # all tokens: nothing to find
+            loss = loss.model_copy(update={"top_entropy_quantile": None})
         if loss.kl == 0:  # no reference is loaded for a weight of 0
             loss = loss.model_copy(update={"kl": None})
         return advantage, GRPOSettings(**chosen).over(loss).complete()

@@ -30,7 +30,7 @@ from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
-from llmrl.objectives.llm.functional import StepCounts
+from llmrl.objectives.llm.functional import StepCounts, entropy_threshold
 from llmrl.objectives.metric import Metric
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
@@ -251,6 +251,18 @@ class Updater:
         if batch is not None:
             columns = [row[:length].clone() for row, length in zip(scores, _lengths(batch), strict=True)]
             batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
+
+    def add_top_entropy(self, loss: LossModule, batch: TensorDictBase | None, quantile: float) -> None:
+        """Writes ("top_entropy", "full"): 1 at the share ``quantile`` of the trained tokens, of the batches of all
+        ranks, with the highest entropy under the current weights; else 0. A collective.
+        """
+        found = self.score(loss, batch, loss.entropies)
+        rows = [] if batch is None else [row[:size] for row, size in zip(found, _lengths(batch), strict=True)]
+        own = [row[~row.isnan()].cpu() for row in rows] if self.session.leads_group else []
+        of_all = torch.cat([torch.zeros(0), *self.session.gather(own)])
+        threshold = entropy_threshold(of_all, quantile)
+        if batch is not None:
+            batch.set("top_entropy", LogProbs.from_rows({"full": [(row >= threshold).float() for row in rows]}))
 
     def score(
         self, loss: LossModule | None, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]

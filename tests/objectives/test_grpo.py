@@ -146,6 +146,25 @@ def test_the_entropy_term_rewards_entropy():
     assert GRPOLoss(tiny_scorer(), entropy_bonus=False)(td).entropy is None
 
 
+def test_the_surrogate_trains_the_tokens_of_the_highest_entropy():
+    loss, td, by_hand = GRPOLoss(tiny_scorer(), top_entropy_quantile=0.25), ragged(), ragged()
+    lengths = [len(ids) for ids in td.get(("tokens", "full"), as_list=True)]
+    entropies = [row[:length] for row, length in zip(loss.entropies(td), lengths, strict=True)]
+    lowest = sorted(torch.cat([row[~row.isnan()] for row in entropies]).tolist())[-5]  # 5 of 19 tokens
+    for row, entropy in zip(by_hand.unbind(0), entropies, strict=True):
+        row["advantage"] = (row["advantage"].view(1) * (entropy >= lowest)).view(-1, 1)
+    whole, (expected, gradients) = run_step(loss, td), run_step(GRPOLoss(tiny_scorer()), by_hand)
+    torch.testing.assert_close(whole[0]["loss_objective"], expected["loss_objective"])
+    torch.testing.assert_close(whole[1], gradients)
+    with pytest.raises(MissingKeyError, match="before its first update"):
+        loss(td, count_step(td))
+    for row, entropy in zip(td.unbind(0), entropies, strict=True):
+        row["top_entropy"] = TensorDict(full=(entropy >= lowest).double())
+    assert_same_step(run_step(loss, *td.split([1, 5]), normalizer=count_step(td)), whole)
+    with pytest.raises(ConfigError, match="entropy_bonus=True"):
+        GRPOLoss(tiny_scorer(), top_entropy_quantile=0.25, entropy_bonus=False)(ragged())
+
+
 def test_an_empty_micro_batch_is_zero_and_anchors_the_graph():
     loss, td = GRPOLoss(tiny_scorer(), entropy_coeff=0.01, **KL), ragged()
     empty = td[3:4]  # its response is empty

@@ -11,6 +11,7 @@ from torch import nn
 
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, StepCounts
+from llmrl.objectives.llm import functional as fn
 from tests.support.losses import Recorded
 
 pytestmark = [
@@ -39,6 +40,7 @@ CASES = {  # name: TRL's settings, ours
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
         {"kl_to_ref_coeff": 0.1, "kl_estimator": "k3-weighted", "aggregation": "seq-mean"},
     ),
+    "high entropy": ({"loss_type": "dapo", "top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.3}),
     "on-policy": ({"loss_type": "dapo", "on_policy": True}, {"proximal": "detach"}),
     "token truncation": ({"correct": "token_truncate"}, {"correction": "tis", "correction_cap": 1.2}),
     "token mask": ({"correct": "token_mask"}, {"correction": "mask", "correction_band": (0.0, 1.2)}),
@@ -46,6 +48,7 @@ CASES = {  # name: TRL's settings, ours
     "sequence mask": ({"correct": "sequence_mask"}, {"correction": "seq-mask", "correction_cap": 1.2}),
 }
 TRL_DEFAULTS = {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}
+TRL_DEFAULTS |= {"top_entropy_quantile": 1.0}
 TRL_DEFAULTS |= {"importance_sampling_level": "token", "delta": None, "use_bias_correction_kl": False}
 
 
@@ -65,6 +68,7 @@ def numbers(request) -> SimpleNamespace:
         engine=old + normal(0.1),
         reference=old + normal(0.3),
         advantage=torch.randn(B, generator=draw, dtype=torch.float64),
+        entropy=torch.rand(B, R, generator=draw, dtype=torch.float32),
     )
 
 
@@ -85,7 +89,11 @@ def trl_loss(numbers: SimpleNamespace, settings: dict) -> tuple[float, torch.Ten
     new = numbers.new.clone().requires_grad_()
     trainer = object.__new__(GRPOTrainer)  # its loss needs no model: the log-probs are given
     one_process = SimpleNamespace(
-        num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value, sync_gradients=True
+        num_processes=1,
+        gather=lambda value: value,
+        reduce=lambda value, reduction: value,
+        pad_across_processes=lambda value, **_: value,
+        sync_gradients=True,
     )
     arguments = {name: settings.pop(name) for name in ("delta", "use_bias_correction_kl")}
     arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "steps_per_generation": 1}
@@ -94,7 +102,6 @@ def trl_loss(numbers: SimpleNamespace, settings: dict) -> tuple[float, torch.Ten
         args=SimpleNamespace(**arguments),
         model=nn.Module().train(),
         accelerator=one_process,
-        top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         aux_loss_enabled=False,
         use_vllm=correct is not None,
@@ -103,7 +110,7 @@ def trl_loss(numbers: SimpleNamespace, settings: dict) -> tuple[float, torch.Ten
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, numbers.entropy, None),
     )
     inputs = {
         "prompt_ids": torch.zeros(B, P, dtype=torch.int64),
@@ -139,6 +146,9 @@ def our_loss(numbers: SimpleNamespace, settings: dict, split: list[int]) -> tupl
         advantage=numbers.advantage.view(B, 1, 1),
         batch_size=[B],
     )
+    if (share := settings.get("top_entropy_quantile")) is not None:
+        threshold = fn.entropy_threshold(numbers.entropy[numbers.mask], share)
+        td["top_entropy"] = TensorDict(full=wide((numbers.entropy >= threshold).float()), batch_size=[B])
     counts, value, gradient, metrics = StepCounts.of(mask), 0.0, [], []
     for part, log_prob in zip(td.split(split), wide(numbers.new).split(split), strict=True):
         actor = Recorded(log_prob.clone())

@@ -65,6 +65,21 @@ def test_in_bfloat16_the_first_ratios_are_one_against_the_same_weights(begin, te
     assert abs(again["ratio_max"] - 1) > 1e-3, "after an update the ratio is what the update changed"
 
 
+def test_the_tokens_of_the_highest_entropy_are_those_of_the_batches_of_all_ranks(begin, monkeypatch):
+    updater, _, batch = parts_of_a_step(begin("float32"), 1.0, 96, "off")
+    loss = GRPOLoss(updater.scorer, top_entropy_quantile=0.2)
+    own = torch.cat([row[~row.isnan()] for row in updater.score(loss, batch, loss.entropies)])
+    other = own.max() + torch.arange(float(len(own)))  # another rank's tokens, of which all but one are higher
+    monkeypatch.setattr(type(updater.session), "gather", lambda self, items: [*items, other])
+    updater.add_top_entropy(loss, batch, 0.5)
+    assert sum(int(row.sum()) for row in batch.get(("top_entropy", "full"), as_list=True)) == 1
+    monkeypatch.undo()
+    updater.add_top_entropy(loss, batch, 0.2)
+    chosen = torch.cat(list(batch.get(("top_entropy", "full"), as_list=True))).bool()
+    assert int(chosen.sum()) == pytest.approx(0.2 * len(own), abs=1)
+    assert updater.step(loss, batch, 1)["tokens"] == len(own)
+
+
 def test_an_empty_part_of_a_sharded_step_has_the_column_too(begin):
     updater, loss, _ = parts_of_a_step(begin("float32"), 1.0, 96, "off")
     updater.add_proximal(loss, None)

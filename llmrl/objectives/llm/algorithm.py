@@ -137,19 +137,23 @@ class Algorithm:
     def prepare(self, batches: Sequence[TensorDictBase | None]) -> dict[str, float]:
         """Writes what the loss compares with, before the step's first update changes the weights.
 
-        Here the log-probs of the reference, and of the proximal policy if the engine's are not exact enough.
+        Here the log-probs of the reference, of the proximal policy if the engine's are not exact enough, and with
+        ``grpo.top_entropy_quantile`` which tokens have the highest entropy.
 
         batches  those of the step's updates, this rank's rows of each; None: it has no rows
         Returns  metrics, such as "time/logp"
         """
-        if self.reference is None and not self.policy_loss.reads_proximal:
+        loss, updater = self.policy_loss, self.context.updater
+        if self.reference is None and not (loss.reads_proximal or loss.reads_entropy):
             return {}
         clock = time.perf_counter()
         for batch in batches:
             if self.reference is not None:
                 self.reference(batch)
-            if self.policy_loss.reads_proximal:
-                self.context.updater.add_proximal(self.policy_loss, batch)
+            if loss.reads_proximal:
+                updater.add_proximal(loss, batch)
+            if loss.reads_entropy:
+                updater.add_top_entropy(loss, batch, self.grpo.top_entropy_quantile)
         return {"time/logp": time.perf_counter() - clock}
 
     def train(self, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:

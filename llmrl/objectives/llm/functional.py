@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,6 +124,18 @@ def dppo_outside(
     """Two masks bool[B, T]: pi - mu < -low where A <= 0, and pi - mu > high where A > 0."""
     moved_BT = (log_prob_BT.exp() - behaviour_BT.exp()).masked_fill(~mask_BT, 0.0)
     return (moved_BT < -low) & (advantage_BT <= 0), (moved_BT > high) & (advantage_BT > 0)
+
+
+def entropy_threshold(entropy_N: Tensor, quantile: float) -> float:
+    """The entropy from which on a token is among the share ``quantile`` of N tokens with the highest; inf for none.
+
+    Source: Wang et al. 2025, "Beyond the 80/20 rule" (arXiv:2506.01939), eq. 6; interpolated as in TRL.
+
+    >>> entropy_threshold(torch.tensor([0.1, 0.4, 0.2, 0.3, 0.0]), 0.4)
+    0.26
+    """
+    # numpy: `torch.quantile` takes at most 2**24 values.
+    return float(np.quantile(entropy_N.double().numpy(force=True), 1 - quantile)) if len(entropy_N) else math.inf
 
 
 def minor_sft(log_prob_B: Tensor, reference_log_prob_B: Tensor, *, beta: float) -> Tensor:

@@ -76,6 +76,8 @@ class GRPOLoss(LossModule):
             ("log_probs", "routes")           int16 ragged[T, layers, K]  optional: the experts to replay
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
             ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given; or at the root
+            ("top_entropy", "full")           float32 ragged[T]  if top_entropy_quantile: 1 at the tokens that are
+                                                               trained; not needed without ``normalizer``
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
             "group_id"                        int64[B]           if aggregation="prompt-mean"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
@@ -107,6 +109,8 @@ class GRPOLoss(LossModule):
     kl_to_inference_coeff  weight of the KL from the engine that sampled
     kl_estimator           "k1", "k2", "k3", "k3+" or "k3-weighted"
     entropy_coeff          weight of the entropy bonus; with ``entropy_bonus=False`` entropy is not even measured
+    top_entropy_quantile   the surrogate trains only this share of the tokens, those of the highest entropy; entropy
+                           bonus and KL act on all
     masking_strategy       which tokens are trained. "sft": the assistant's, or without a mask of them the response;
                            "rlhf": the same, and the mask is required; "generic": also all others with a behaviour
                            log-prob
@@ -126,6 +130,7 @@ class GRPOLoss(LossModule):
         "sample_log_prob": ("log_probs", "full"),
         "proximal_log_prob": ("proximal_log_probs", "full"),
         "ref_log_prob": ("next", "ref_log_probs", "full"),
+        "top_entropy": ("top_entropy", "full"),
         "advantage": "advantage",
         "group_id": reading.GROUP_ID,
     }
@@ -168,6 +173,10 @@ class GRPOLoss(LossModule):
     def reads_proximal(self) -> bool:
         return self.settings.proximal == "recomputed"
 
+    @property
+    def reads_entropy(self) -> bool:
+        return self.settings.top_entropy_quantile is not None
+
     def derived(self, merged: dict[str, Tensor]) -> dict[str, Tensor]:
         return GRPOLossOutput.derived(merged)
 
@@ -175,6 +184,7 @@ class GRPOLoss(LossModule):
         log_probs = placeholders(device)["log_probs"]
         return {
             "proximal_log_probs": log_probs.clone(),
+            "top_entropy": log_probs.clone(),
             "next": TensorDict({"ref_log_probs": log_probs}, batch_size=[1]),
             "advantage": torch.zeros(1, 1, 1, device=device),
             "group_id": torch.zeros(1, dtype=torch.int64, device=device),
@@ -196,6 +206,15 @@ class GRPOLoss(LossModule):
         row depend on the batch in which it is computed.
         """
         return self._score(td, *self._read(td), entropy=False).log_probs
+
+    @torch.no_grad()
+    def entropies(self, td: TensorDictBase) -> Tensor:
+        """float[B, T], NaN at tokens that are not trained; ragged rows padded on the right.
+
+        Compute them before the step's first update, of all its tokens: `top_entropy_quantile` compares these.
+        """
+        tokens, mask_BT = self._read(td)
+        return self._entropy(self._score(td, tokens, mask_BT, entropy=True)).masked_fill(~mask_BT, torch.nan)
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput | dict[str, Tensor]:
         settings, (tokens, mask_BT) = self.settings, self._read(td)
@@ -220,6 +239,9 @@ class GRPOLoss(LossModule):
         surrogate_BT, clipped = self.surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
         weight_BT = self._correction_weight(proximal_BT, behaviour_BT, drift_BT, mask_BT)
+        if self.reads_entropy:
+            is_top_BT = self._is_top(td, batch, scores, whole_step=normalizer is None)
+            surrogate_BT = surrogate_BT.masked_fill(~is_top_BT, 0.0)
 
         # The terms, by name: per token, with the coefficient. Entropy and KL leave weight_BT out: they also act on
         # tokens that the correction drops.
@@ -285,6 +307,24 @@ class GRPOLoss(LossModule):
     def scores(self, td: TensorDictBase, batch: PolicyBatch) -> TokenScores:
         """The actor's scores of the trained tokens, with grad; a subclass may compute more in the same pass."""
         return self._score(td, batch.tokens, batch.mask_BT, entropy=self.settings.entropy_bonus)
+
+    def _is_top(self, td: TensorDictBase, batch: PolicyBatch, scores: TokenScores, *, whole_step: bool) -> Tensor:
+        """bool[B, T]: the tokens that the surrogate trains."""
+        key = self.tensor_keys.top_entropy
+        if whole_step and td.get(key, None, as_list=True) is None:
+            entropy_BT = self._entropy(scores).detach()
+            quantile = self.settings.top_entropy_quantile
+            return entropy_BT >= fn.entropy_threshold(entropy_BT[batch.mask_BT], quantile)
+        missing = "Which tokens have the highest entropy must be known for the whole step, before its first update"
+        return batch.tokens.column(td, key, missing) > 0
+
+    def _entropy(self, scores: TokenScores) -> Tensor:
+        if scores.entropy is None:
+            raise ConfigError(
+                "GRPOLoss: top_entropy_quantile needs entropy_bonus=True and an actor with token_scores: got none of "
+                f"one from {type(self.actor_network).__name__}."
+            )
+        return scores.entropy
 
     def terms(self, td: TensorDictBase, batch: PolicyBatch, scores: TokenScores) -> dict[str, Tensor]:
         """Further terms of a subclass by name, float[B, T] with grad, aggregated like the others, and reported."""

@@ -114,6 +114,13 @@ class GRPOSettings(Settings):
         default=None, description="estimator of a KL divergence from sampled tokens"
     )
     entropy: float | None = Field(default=None, description="weight of the entropy bonus")
+    top_entropy_quantile: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="the surrogate trains only this share of an update's tokens, those of the highest entropy, such as "
+        "0.2; null: all",
+    )
     entropy_bonus: bool | None = Field(default=None, description="false: entropy is not even measured")
     proximal: Proximal | None = Field(
         default=None,
@@ -272,6 +279,8 @@ class GRPOSettings(Settings):
             band_low, band_high = correction["band"]
             words = _CORRECTION_WORDS[correction["kind"]]
             ratio += f"; engine correction: {words.format(cap=correction['cap'], low=band_low, high=band_high)}"
+        if self.top_entropy_quantile is not None:
+            ratio += f"; only the {self.top_entropy_quantile:.0%} of an update's tokens with the highest entropy"
         if self.correction_veto is not None:
             veto_low, veto_high = self.correction_veto
             ratio += f"; sequences with a rho outside [{veto_low:g}, {veto_high:g}] dropped"
