@@ -102,6 +102,7 @@ _NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "env.reward_deadline_s": (_runs_functions, "a function as a reward: env.reward, or fn in env.rewards"),
     "refill_rounds": (lambda config: config.zero_variance == "refill", "zero_variance=refill"),
     "zero_variance": (_compares_in_groups, "an advantage within groups: not grpo.scale=raw"),
+    "grpo.observation": (lambda config: config.env.max_turns > 1, "observations: env.max_turns above 1"),
     "grpo.clip": (
         lambda config: _is_own(config) or _loss(config).surrogate not in ("reinforce", "sapo"),
         "a surrogate that clips: clip, cispo or dppo",

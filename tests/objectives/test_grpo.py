@@ -165,6 +165,32 @@ def test_the_surrogate_trains_the_tokens_of_the_highest_entropy():
         GRPOLoss(tiny_scorer(), top_entropy_quantile=0.25, entropy_bonus=False)(ragged())
 
 
+@pytest.mark.parametrize("aggregation", ["token", "seq-mean", "prompt-mean"])
+def test_observations_after_the_first_answer_are_learned_as_language(aggregation):
+    settings, td, observed = {"aggregation": aggregation, "observation": 0.5}, ragged(), []
+    for row, (prompt, response) in zip(td.unbind(0), LENGTHS, strict=True):
+        row["masks", "all_assistant_mask"][prompt + 1 : prompt + 3] = False  # a tool's result after the first token
+        observed.append(torch.arange(prompt + response)[prompt + 1 : prompt + 3])
+    loss, counts = GRPOLoss(tiny_scorer(), **settings), count_step(td)
+    output, gradients = run_step(loss, td)
+    other = GRPOLoss(loss.actor_network, aggregation=aggregation)
+    expected, sums = 0.0, 0.0
+    for row, places in zip(td.unbind(0), observed, strict=True):
+        ids = row["tokens", "full"]
+        log_prob = loss.actor_network.model(ids[None]).logits[0].log_softmax(-1)
+        each = log_prob.new_zeros(()) - sum(log_prob[place - 1, ids[place]] for place in places.tolist())
+        share = {"token": counts.tokens, "seq-mean": counts.sequences * max(len(places), 1)}
+        share["prompt-mean"] = counts.groups * counts.group_tokens.get(int(row["group_id"]), 1)
+        expected, sums = expected + each / share[aggregation], sums + float(each.detach())
+    loss.zero_grad()
+    (other(td).loss_objective + 0.5 * expected).backward()
+    assert output["loss_observation"].item() == pytest.approx(0.5 * expected.item())
+    assert output["observation"].item() == pytest.approx(sums / counts.tokens)
+    for name, parameter in loss.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    assert_same_step(run_step(loss, *td.split([2, 4]), normalizer=counts), (output, gradients))
+
+
 def test_an_empty_micro_batch_is_zero_and_anchors_the_graph():
     loss, td = GRPOLoss(tiny_scorer(), entropy_coeff=0.01, **KL), ragged()
     empty = td[3:4]  # its response is empty

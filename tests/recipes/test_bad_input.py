@@ -147,6 +147,7 @@ WITHOUT_EFFECT = [  # recipe, a setting without effect, and what gives it one
     ("grpo", "refill_rounds=9", "zero_variance=refill"),
     ("grpo", "grpo.scale=raw zero_variance=keep", "grpo.scale=group"),
     ("grpo", "grpo.kl_estimator=k2", "grpo.kl=0.1"),
+    ("grpo", "grpo.observation=0.1", "env.max_turns=2"),
     ("grpo", "grpo.surrogate=reinforce grpo.clip=[0.1,0.1]", "grpo.surrogate=cispo"),
     ("grpo", "rollout.probe_factor=9", "rollout.engine=vllm"),
 ]

@@ -172,6 +172,11 @@ class PaddedBatch:
             _get(td, keys.response, self.reader, missing)
         return with_predecessor(own_BT, self.attention_mask)
 
+    def observed(self, td: TensorDictBase, keys: Any, mask_BT: Tensor) -> Tensor:
+        """bool[B, T]: the tokens after the first trained one of a row that no policy sampled, such as tool results."""
+        sampled_BT = self.column(td, keys.assistant_mask).bool()
+        return (mask_BT.cumsum(-1) > 0) & ~sampled_BT & self.attention_mask
+
     def _row_lengths(self) -> list[int]:
         return self.lengths or [self.input_ids.shape[1]] * len(self.input_ids)
 
@@ -193,10 +198,19 @@ class PolicyBatch:
     advantage_BT: Tensor
     proximal_BT: Tensor | None
     reference_BT: Tensor | None
+    observed_BT: Tensor | None
 
     @classmethod
     def read(
-        cls, td: TensorDictBase, keys: Any, tokens: PaddedBatch, mask_BT: Tensor, *, proximal: bool, reference: bool
+        cls,
+        td: TensorDictBase,
+        keys: Any,
+        tokens: PaddedBatch,
+        mask_BT: Tensor,
+        *,
+        proximal: bool,
+        reference: bool,
+        observations: bool,
     ) -> PolicyBatch:
         """Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN"""
 
@@ -212,7 +226,13 @@ class PolicyBatch:
             tokens.advantage(td, keys.advantage, mask_BT),
             finite(keys.proximal_log_prob, "proximal policy", "compute it again") if proximal else None,
             tokens.reference(td, keys.ref_log_prob, mask_BT) if reference else None,
+            tokens.observed(td, keys, mask_BT) if observations else None,
         )
+
+    @property
+    def scored_BT(self) -> Tensor:
+        """The tokens whose log-probs the loss needs."""
+        return self.mask_BT if self.observed_BT is None else self.mask_BT | self.observed_BT
 
     def to(self, like: Tensor) -> PolicyBatch:
         """The same in the dtype and on the device of the actor's log-probs."""

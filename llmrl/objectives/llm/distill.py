@@ -297,6 +297,10 @@ class DistillLoss(GRPOLoss):
         super().__init__(actor_network, settings, **keywords)
         self.options, self.temperature, self.vocabulary = options or DistillSettings(), temperature, vocabulary
         self.__dict__["teacher"] = teacher  # a plain attribute: its parameters do not belong to the loss
+        if self.settings.observation is not None and self.options.estimator != "sample":
+            raise ConfigError(
+                f"DistillLoss: observation is supported with estimator='sample' alone: got {self.options.estimator!r}."
+            )
         if teacher is None and self.options.estimator == "full":
             raise ConfigError("DistillLoss: estimator 'full' needs a teacher with token_scores: got None.")
 

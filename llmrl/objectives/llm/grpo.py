@@ -9,6 +9,7 @@ Shapes: B sequences, T tokens. lp is the log-prob under the current weights, lg 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +41,7 @@ class GRPOLossOutput(TensorClass["nocast"]):
     loss_entropy: Tensor | None = None
     loss_kl_to_ref: Tensor | None = None
     loss_kl_to_inference: Tensor | None = None
+    loss_observation: Tensor | None = None
     tokens: Tensor | None = None  # trained tokens of this batch
     clip_fraction: Tensor | None = None  # fraction of tokens clipped by the surrogate, dual clip included
     clip_fraction_low: Tensor | None = None
@@ -49,6 +51,7 @@ class GRPOLossOutput(TensorClass["nocast"]):
     entropy: Tensor | None = None
     kl_to_ref: Tensor | None = None
     kl_to_inference: Tensor | None = None
+    observation: Tensor | None = None  # sum of -log p of the observations, over the number of trained tokens
     ratio_mean: Tensor | None = None  # of the ratio in the surrogate
     ratio_max: Tensor | None = None
     correction_mean: Tensor | None = None  # weight of the engine correction
@@ -109,6 +112,8 @@ class GRPOLoss(LossModule):
     kl_to_inference_coeff  weight of the KL from the engine that sampled
     kl_estimator           "k1", "k2", "k3", "k3+" or "k3-weighted"
     entropy_coeff          weight of the entropy bonus; with ``entropy_bonus=False`` entropy is not even measured
+    observation            weight of -log p of the observations: all tokens after the first trained one of a row that
+                           the assistant mask leaves out; aggregated like the other terms, by the same counts
     top_entropy_quantile   the surrogate trains only this share of the tokens, those of the highest entropy; entropy
                            bonus and KL act on all
     masking_strategy       which tokens are trained. "sft": the assistant's, or without a mask of them the response;
@@ -141,6 +146,9 @@ class GRPOLoss(LossModule):
         "clip_fraction_low": Metric("policy/clip_low_frac"),
         "clip_fraction_high": Metric("policy/clip_high_frac"),
         "kl_to_ref": Metric("policy/kl_ref"),
+        "observation": Metric(
+            "policy/observation_nll", "-log p of all observations, over the number of trained tokens"
+        ),
         "kl_approx": Metric("mismatch/kl", merge="first"),
         "mismatch_mean": Metric("mismatch/logp_abs_mean", merge="first"),
         "mismatch_max": Metric("mismatch/logp_abs_max", merge="first"),
@@ -219,6 +227,7 @@ class GRPOLoss(LossModule):
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput | dict[str, Tensor]:
         settings, (tokens, mask_BT) = self.settings, self._read(td)
         needed = {"proximal": self.reads_proximal, "reference": self.reads_reference}
+        needed["observations"] = settings.observation is not None
         batch = PolicyBatch.read(td, self.tensor_keys, tokens, mask_BT, **needed)
         counts = normalizer or StepCounts.of(mask_BT, batch.group_id_B)  # whole step, so that micro-batches add up
         scores = self.scores(td, batch)
@@ -263,21 +272,26 @@ class GRPOLoss(LossModule):
         measured |= {name: value_BT.detach() for name, value_BT in further.items()}
 
         # The aggregation: all terms share one set of token weights, so their balance does not depend on the lengths.
-        token_weight_BT = fn.token_weights(
-            mask_BT,
-            "sum" if settings.aggregation == "none" else settings.aggregation,
-            counts,
+        weights = partial(
+            fn.token_weights,
+            aggregation="sum" if settings.aggregation == "none" else settings.aggregation,
+            counts=counts,
             max_length=settings.max_length,
             group_id_B=batch.group_id_B,
             dtype=log_prob_BT.dtype,
         )
+        token_weight_BT = weights(mask_BT)
 
-        def aggregate(value_BT: Tensor) -> Tensor:
+        def aggregate(value_BT: Tensor, mask_BT: Tensor = mask_BT, weight_BT: Tensor = token_weight_BT) -> Tensor:
             # Masked first: NaN outside the mask times a weight of 0 would be NaN.
-            value_BT = value_BT.masked_fill(~mask_BT, 0.0) * token_weight_BT
+            value_BT = value_BT.masked_fill(~mask_BT, 0.0) * weight_BT
             return value_BT if settings.aggregation == "none" else value_BT.sum()
 
         losses = {f"loss_{name}": weight * aggregate(value_BT) for name, (weight, value_BT) in terms.items()}
+        if (observed_BT := batch.observed_BT) is not None:
+            losses["loss_observation"] = settings.observation * aggregate(
+                -log_prob_BT, observed_BT, weights(observed_BT)
+            )
         # For the mismatch with the engine: the trainer's log-probs, if recomputed those from before the updates.
         trainer_BT = proximal_BT if self.reads_proximal else log_prob_BT.detach()
         if self.on_tokens is not None:
@@ -293,6 +307,8 @@ class GRPOLoss(LossModule):
             drift_BT=drift_BT,
             mismatch_BT=trainer_BT - behaviour_BT,
         )
+        if observed_BT is not None:
+            metrics["observation"] = -log_prob_BT.detach().masked_fill(~observed_BT, 0.0).sum() / counts.tokens
         return {**losses, **metrics} if own or further else GRPOLossOutput(**losses, **metrics, batch_size=[])
 
     def measure(
@@ -306,7 +322,7 @@ class GRPOLoss(LossModule):
 
     def scores(self, td: TensorDictBase, batch: PolicyBatch) -> TokenScores:
         """The actor's scores of the trained tokens, with grad; a subclass may compute more in the same pass."""
-        return self._score(td, batch.tokens, batch.mask_BT, entropy=self.settings.entropy_bonus)
+        return self._score(td, batch.tokens, batch.scored_BT, entropy=self.settings.entropy_bonus)
 
     def _is_top(self, td: TensorDictBase, batch: PolicyBatch, scores: TokenScores, *, whole_step: bool) -> Tensor:
         """bool[B, T]: the tokens that the surrogate trains."""

@@ -114,6 +114,12 @@ class GRPOSettings(Settings):
         default=None, description="estimator of a KL divergence from sampled tokens"
     )
     entropy: float | None = Field(default=None, description="weight of the entropy bonus")
+    observation: float | None = Field(
+        default=None,
+        gt=0,
+        description="weight of -log p of the observations: all tokens after the first answer that the policy did not "
+        "sample, such as tool results (world modelling); null: they are not trained",
+    )
     top_entropy_quantile: float | None = Field(
         default=None,
         gt=0,
@@ -289,6 +295,8 @@ class GRPOSettings(Settings):
             for coefficient, other in ((self.kl, "reference"), (self.kl_inference, "engine"))
             if coefficient
         ]
+        if self.observation is not None:
+            ratio += f"; and {self.observation:g} x -log p of the observations"
         return {"ratio": ratio, "aggregation": _AGGREGATION_WORDS[self.aggregation], "kl": " + ".join(kls) or "0"}
 
 
