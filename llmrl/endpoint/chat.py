@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +47,31 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read_request(kind: type[Body], body: bytes, without_effect: Collection[str]) -> Body:
+    """A request from its JSON, without the fields that are accepted ``without_effect``.
+
+    Raises  BadRequestError that names the field
+    """
+    try:
+        fields = json.loads(body)
+    except ValueError as error:
+        raise BadRequestError(f"the body must be JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise BadRequestError(f"the body must be a JSON object: got {type(fields).__name__}.")
+    try:
+        return kind(**{name: value for name, value in fields.items() if name not in without_effect})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "extra_forbidden":
+            hint = did_you_mean(name, (*kind.model_fields, *without_effect))
+            raise BadRequestError(f"{name} is not a field that this server knows.{hint}", field=name) from None
+        raise BadRequestError(f"{name}: {fault['msg']}: got {fault['input']!r:.100}.", field=name) from None
+
+
 class ChatRequest(BaseModel):
     """The body of ``POST /v1/chat/completions``."""
 
@@ -78,27 +103,23 @@ class ChatRequest(BaseModel):
     @classmethod
     def read(cls, body: bytes) -> ChatRequest:
         """Raises BadRequestError that names the field."""
-        try:
-            fields = json.loads(body)
-        except ValueError as error:
-            raise BadRequestError(f"the body must be JSON: {error}.") from None
-        if not isinstance(fields, dict):
-            raise BadRequestError(f"the body must be a JSON object: got {type(fields).__name__}.")
-        fields = {name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT}
-        try:
-            request = cls(**fields)
-        except ValidationError as error:
-            fault = error.errors()[0]
-            name = ".".join(map(str, fault["loc"]))
-            if fault["type"] == "extra_forbidden":
-                known = (*cls.model_fields, *_WITHOUT_EFFECT)
-                message = f"{name} is not a field that this server knows.{did_you_mean(name, known)}"
-                raise BadRequestError(message, field=name) from None
-            raise BadRequestError(f"{name}: {fault['msg']}: got {fault['input']!r:.100}.", field=name) from None
-        request._check()
+        request = read_request(cls, body, _WITHOUT_EFFECT)
+        request.check()
         return request
 
-    def _check(self) -> None:
+    def as_chat(self) -> ChatRequest:
+        return self
+
+    def answer(self, completion: Completion) -> Completion:
+        return completion
+
+    @staticmethod
+    def failure(body: dict[str, Any]) -> dict[str, Any]:
+        """The error object that a client reads."""
+        return body
+
+    def check(self) -> None:
+        """Raises BadRequestError for what cannot be sampled on-policy, or at all."""
         kind = (self.response_format or {}).get("type", "text")
         refused = {
             "response_format": (kind != "text", f"{kind} needs constrained sampling, which this server does not do"),
@@ -150,7 +171,7 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     if role not in ("system", "developer", "user", "assistant", "tool"):
         roles = "system, developer, user, assistant or tool"
         raise BadRequestError(f"messages[{number}].role: must be {roles}: got {role!r}.", field="messages")
-    found = {"role": _ROLES.get(role, role), "content": _text(message.get("content"), number)}
+    found = {"role": _ROLES.get(role, role), "content": text_of(message.get("content"), number)}
     for name, value in message.items():
         if not value or name in found:  # null and empty say nothing
             continue
@@ -161,7 +182,7 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     return found
 
 
-def _text(content: Any, number: int) -> str:
+def text_of(content: Any, number: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
@@ -202,6 +223,10 @@ def answer_message(turn: SampledTurn, form: CallFormat, prefix: str) -> dict[str
     return message
 
 
+def _data(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value)}"
+
+
 def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
@@ -216,7 +241,8 @@ class Completion:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
+        self.id = uuid.uuid4().hex
+        self._head = {"id": f"chatcmpl-{self.id}", "created": int(time.time()), "model": self.request.model}
 
     def body(self) -> dict[str, Any]:
         """The JSON object of an answer that is not streamed."""
@@ -224,30 +250,30 @@ class Completion:
             {
                 "index": number,
                 "message": message,
-                "finish_reason": self._finish(turn, message),
+                "finish_reason": self.finish(turn, message),
                 "logprobs": self._log_probs(turn),
                 **({"token_ids": turn.ids.tolist()} if self.request.return_token_ids else {}),
             }
             for number, (turn, message) in enumerate(zip(self.turns, self.messages, strict=True))
         ]
-        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self.usage()}
         return body | self._prompt()
 
     def events(self) -> Iterator[str]:
-        """The data of the server-sent events: each answer's role, text with its ids, calls, end; then the usage."""
+        """The server-sent events: each answer's role, text with its ids, calls, end; then the usage."""
         for number, (turn, message) in enumerate(zip(self.turns, self.messages, strict=True)):
             begin = self._chunk(number, {"role": "assistant", "content": ""}) | (self._prompt() if not number else {})
-            yield json.dumps(begin)
+            yield _data(begin)
             texts = {name: message[name] for name in ("reasoning_content", "content") if message.get(name)}
             # All ids come here: a client that puts them together must also get those of calls.
             ids = {"token_ids": turn.ids.tolist()} if self.request.return_token_ids else {}
-            yield json.dumps(self._chunk(number, texts, logprobs=self._log_probs(turn), **ids))
+            yield _data(self._chunk(number, texts, logprobs=self._log_probs(turn), **ids))
             for place, call in enumerate(message.get("tool_calls") or ()):
-                yield json.dumps(self._chunk(number, {"tool_calls": [{"index": place, **call}]}))
-            yield json.dumps(self._chunk(number, {}, finish_reason=self._finish(turn, message)))
+                yield _data(self._chunk(number, {"tool_calls": [{"index": place, **call}]}))
+            yield _data(self._chunk(number, {}, finish_reason=self.finish(turn, message)))
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
-            yield json.dumps({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
-        yield "[DONE]"
+            yield _data({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage()})
+        yield "data: [DONE]"
 
     def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         choice = {"index": number, "delta": delta, "finish_reason": None, **more}
@@ -256,12 +282,12 @@ class Completion:
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.turns[0].prompt_ids.tolist()} if self.request.return_token_ids else {}
 
-    def _finish(self, turn: SampledTurn, message: Mapping[str, Any]) -> Literal["stop", "length", "tool_calls"]:
+    def finish(self, turn: SampledTurn, message: Mapping[str, Any]) -> Literal["stop", "length", "tool_calls"]:
         if message.get("tool_calls"):
             return "tool_calls"
         return "stop" if turn.stop_reason.natural else "length"
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         prompt, sampled = len(self.turns[0].prompt_ids), sum(len(turn.ids) for turn in self.turns)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

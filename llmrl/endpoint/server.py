@@ -18,6 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, answer_message
+from llmrl.endpoint.messages import MessagesRequest
+from llmrl.endpoint.responses import ResponsesRequest
 from llmrl.envs.llm.tool_calls import call_format
 from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, TemplateError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 Record = Callable[[Sequence[Message]], None]
+# What a request's body is read as: it has `as_chat`, the request that is sampled, and `answer`, its Completion in the
+# form that the client reads.
+_KINDS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
 
 _KEEP_ALIVE_S = 3.0  # between comments of a stream that waits for its answer
 _LEFT = 499  # the status of a request whose client has left
@@ -84,7 +93,7 @@ class Endpoint:
         self._answers: OrderedDict[tuple[str, ...], _Work] = OrderedDict()
         route = _starlette("routing").Route
         routes = [
-            route("/v1/chat/completions", self._chat, methods=["POST"]),
+            *(route(path, partial(self._answer, kind), methods=["POST"]) for path, kind in _KINDS.items()),
             route("/v1/models", self._models),
             route("/health", lambda request: _response({})),
         ]
@@ -142,46 +151,47 @@ class Endpoint:
         entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "llmrl"}
         return _response({"object": "list", "data": [entry]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, kind: type[Any], request: Request) -> Response:
         self.counters["requests"] += 1
         try:
             key = _api_key(request)
             self.check_key(key)
             body = await self._body(request)
-            asked = ChatRequest.read(body)
+            asked = kind.read(body)
             work = self._begin(key, request, body, asked)
             work.waiting += 1
         except BadRequestError as error:
             self.counters["refused"] += 1
-            return _failure(error)
+            return _failure(error, kind)
         except _starlette("requests").ClientDisconnect:
             return _response({}, _LEFT)
         if asked.stream:
-            return _starlette("responses").StreamingResponse(self._events(work), media_type="text/event-stream")
+            return _starlette("responses").StreamingResponse(self._events(work, asked), media_type="text/event-stream")
         try:
             while not work.task.done():
                 await asyncio.wait([work.task], timeout=_POLL_S)
                 if await request.is_disconnected():
                     self.counters["left"] += 1
                     return _response({}, _LEFT)
-            return _response(work.task.result().body())
+            return _response(asked.answer(work.task.result()).body())
         except asyncio.CancelledError:
             return _response({"error": {"message": "the server ends.", "type": "server_error"}}, 503)
         except Exception as error:
-            return _failure(error)
+            return _failure(error, kind)
         finally:
             work.waiting -= 1
 
-    def _begin(self, key: str, request: Request, body: bytes, asked: ChatRequest) -> _Work:
+    def _begin(self, key: str, request: Request, body: bytes, asked: Any) -> _Work:
         """Starts an answer; or the one that is under way or was given, if a client repeats its request."""
         name = request.headers.get("idempotency-key", "")
         repeats = request.headers.get(_RETRY_HEADER, "0") != "0"
-        same = (key, name) if name else (key, "", str(hash(body)))
+        same = (key, request.url.path, name) if name else (key, request.url.path, "", str(hash(body)))
         if (name or repeats) and (known := self._answers.get(same)) is not None and not known.failed:
             self.counters["replayed"] += 1
             return known
-        work = self._answers[same] = _Work()
-        work.task = asyncio.ensure_future(self._complete(key, asked, work))
+        chat, work = asked.as_chat(), _Work()
+        self._answers[same] = work
+        work.task = asyncio.ensure_future(self._complete(key, chat, work))
         work.task.add_done_callback(_note)
         while len(self._answers) > _ANSWERS_KEPT:
             self._answers.popitem(last=False)
@@ -204,17 +214,18 @@ class Endpoint:
         record(said)
         return Completion(asked, turns, said, self.sampler.renderer.tokenizer)
 
-    async def _events(self, work: _Work) -> AsyncIterator[str]:
+    async def _events(self, work: _Work, asked: Any) -> AsyncIterator[str]:
         """The answer's events; comments while it is sampled, so that the client goes on waiting."""
         try:
             while not work.task.done():
                 await asyncio.wait([work.task], timeout=_KEEP_ALIVE_S)
                 if not work.task.done():
                     yield ": waiting\n\n"
-            for data in work.task.result().events():
-                yield f"data: {data}\n\n"
+            for event in asked.answer(work.task.result()).events():
+                yield f"{event}\n\n"
         except Exception as error:
-            yield f"data: {_failure(error).body.decode()}\n\n"
+            name = "event: error\n" if type(asked) is not ChatRequest else ""
+            yield f"{name}data: {_failure(error, type(asked)).body.decode()}\n\n"
         finally:
             self.counters["left"] += not work.task.done()
             work.waiting -= 1
@@ -248,13 +259,13 @@ def _response(body: dict[str, Any], status: int = 200) -> Response:
     return _starlette("responses").JSONResponse(body, status)
 
 
-def _failure(error: BaseException) -> Response:
+def _failure(error: BaseException, kind: type[Any]) -> Response:
     """The answer to a request that failed: the client's fault if prompt or template are, else the server's."""
-    if isinstance(error, BadRequestError):
-        return _response(error.body(), error.status)
     if isinstance(error, DataError):
-        return _response(BadRequestError(str(error), code="context_length_exceeded").body(), 400)
-    if isinstance(error, TemplateError):
-        return _response(BadRequestError(str(error)).body(), 400)
-    kind = "server_error" if isinstance(error, LLMRLError) else type(error).__name__
-    return _response({"error": {"message": str(error), "type": kind, "param": None, "code": None}}, 500)
+        error = BadRequestError(str(error), code="context_length_exceeded")
+    elif isinstance(error, TemplateError):
+        error = BadRequestError(str(error))
+    if isinstance(error, BadRequestError):
+        return _response(kind.failure(error.body()), error.status)
+    name = "server_error" if isinstance(error, LLMRLError) else type(error).__name__
+    return _response(kind.failure({"error": {"message": str(error), "type": name, "param": None, "code": None}}), 500)
