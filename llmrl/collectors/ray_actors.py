@@ -151,7 +151,7 @@ class Member:
         self.counters = {"produced": 0, "delivered": 0}
         self.batches = 0  # requested since it last received weights
         self.has_ended = False  # end of its data, or of its frames
-        self.since = 0.0  # when it last made progress
+        self.since = 0.0  # when it last made progress, or was asked for what it does now
 
     @property
     def ahead(self) -> int:
@@ -203,7 +203,7 @@ class ActorPool(FailingPool):
                 options = {"num_cpus": 1, "max_concurrency": _THREADS, **config}
                 self.workers.append(Member(index, actor_class.options(**options).remote()))
             for member in self.workers:
-                member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
+                _, member.place = next(self._each({member.handle.where.remote(): member}, "be placed", _START_S))
             # Built after all are placed, so that every message can say where its actor is.
             building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.workers, recipes, strict=True)}
             for member, (is_built, error) in self._each(building, "make its env and policy", _START_S):
@@ -219,6 +219,8 @@ class ActorPool(FailingPool):
 
     def grant(self, member: Member) -> None:
         """Requests a batch."""
+        if not member.due:
+            member.since = time.monotonic()
         member.due.append(member.handle.collect.remote())
         member.batches += 1
 
@@ -229,6 +231,7 @@ class ActorPool(FailingPool):
             member, found = self._first(pending, "collect a batch", self.timeout_s)
             frames, member.counters["produced"], batch = self._value(member, found, "collect a batch")
             member.due.popleft()
+            member.since = time.monotonic()
             member.has_ended |= frames is None
             self.delivered += frames or 0
             return member, frames, batch
@@ -251,25 +254,33 @@ class ActorPool(FailingPool):
 
     def _each(self, pending: Mapping[Any, Member], what: str, limit_s: float) -> Iterator[tuple[Member, Any]]:
         while pending:
+            for member in pending.values():
+                member.since = time.monotonic()
             member, found = self._first(pending, what, limit_s)
             yield member, found
             pending = {reference: other for reference, other in pending.items() if other is not member}
 
     def _first(self, pending: Mapping[Any, Member], what: str, limit_s: float) -> tuple[Member, Any]:
-        for member in pending.values():
-            member.since = time.monotonic()
         while True:
-            # Ray does not report an actor that hangs, so pending actors are checked every second.
+            # Ray does not report an actor that hangs, so pending actors are checked every second, and those that are
+            # late also where another one has an answer: it may always have one.
             ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PERIOD_S)
+            if not ready or any(self._is_late(member, limit_s) for member in pending.values()):
+                answered, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=0)
+                members = [member for reference, member in pending.items() if reference not in answered]
+                self._look_at(members, what)
+                for member in members:
+                    if self._is_late(member, limit_s):
+                        raise DeadlineError(
+                            f"{self.name(member)} must {what}: it has done nothing for {limit_s:g} s. Other jobs may "
+                            "use the cluster's resources (see `ray status`); raise timeout_s if a step of the env "
+                            "takes longer."
+                        )
             if ready:
                 return pending[ready[0]], self._get(pending[ready[0]], ready[0], what)
-            self._look_at(list(pending.values()), what)
-            for member in pending.values():
-                if time.monotonic() - member.since > limit_s:
-                    raise DeadlineError(
-                        f"{self.name(member)} must {what}: it has done nothing for {limit_s:g} s. Other jobs may use "
-                        "the cluster's resources (see `ray status`); raise timeout_s if a step of the env takes longer."
-                    )
+
+    def _is_late(self, member: Member, limit_s: float) -> bool:
+        return time.monotonic() - member.since > limit_s
 
     def _look_at(self, members: Sequence[Member], what: str) -> None:
         """Raises WorkerError if an actor has died or its collector failed; records which actors made progress."""

@@ -1,7 +1,6 @@
-"""The promises of every collector whose workers are processes, of this machine or of others.
+"""The promises of every collector whose workers are processes: of this machine, of others, or actors of Ray.
 
-What only one kind does is tested in `test_multi_collectors` and `test_distributed_collectors`; Ray's actors, which
-tell some failures in other words, in `test_ray_collectors`.
+What only one kind does is tested in `test_multi_collectors`, `test_distributed_collectors` and `test_ray_collectors`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 
 from llmrl.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
-from llmrl.collectors.distributed import DistributedDataCollector, RPCDataCollector
+from llmrl.collectors.distributed import DistributedDataCollector, RayCollector, RPCDataCollector
 from llmrl.data import LazyTensorStorage, ReplayBuffer
+from llmrl.data.replay_buffers import RayReplayBuffer
 from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerError
 from tests.support.counting_env import CountingEnv, Scale
 from tests.support.processes import raises_within, wait_until
@@ -35,16 +35,22 @@ class Kind:
     marks: list[Any] = field(default_factory=list)
 
 
+RAY = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 KINDS = {
     "sync": Kind(MultiSyncDataCollector),
     "async": Kind(MultiaSyncDataCollector),
     "distributed": Kind(DistributedDataCollector, {"launcher": "mp"}),
     "rpc": Kind(RPCDataCollector, {"launcher": "mp"}, [pytest.mark.slow]),
+    "ray": Kind(RayCollector, {"remote_configs": {"num_cpus": 0}}, RAY),
 }
+NAMED = "(worker|collector) 1 of 2"  # as actors are called
+KILLED = rf"(?s){NAMED}.*(was killed by SIGKILL|it has ended)"
 
 
 @pytest.fixture(params=[pytest.param(name, marks=kind.marks) for name, kind in KINDS.items()])
 def kind(request):
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
     return KINDS[request.param]
 
 
@@ -57,7 +63,13 @@ def make(kind):
 @pytest.fixture
 def buffer(kind):
     """A buffer that collectors of this kind write into."""
-    return ReplayBuffer(storage=LazyTensorStorage(10_000), shared=kind.options == {})
+    if kind.cls is not RayCollector:
+        yield ReplayBuffer(storage=LazyTensorStorage(10_000), shared=kind.options == {})
+        return
+    remote = {"remote_config": {"num_cpus": 0}, "timeout_s": 60}
+    rows = RayReplayBuffer(storage=functools.partial(LazyTensorStorage, 10_000), **remote)
+    yield rows
+    rows.close()
 
 
 def failing(fault: str, at: int = 5):
@@ -134,6 +146,7 @@ def test_a_state_is_gone_on_from_and_a_seed_is_derived_per_worker(make):
         one.load_state_dict({name: value for name, value in state.items() if name != "worker1"})
 
 
+@pytest.mark.slow
 def test_a_worker_may_have_processes_of_its_own(make, kind):
     if "Multi" in kind.cls.__name__:
         pytest.skip("its workers are processes of this machine")
@@ -184,10 +197,10 @@ def test_a_worker_that_is_killed_in_the_background_is_warned_of_and_named_at_the
     one = make(envs=[functools.partial(CountingEnv, 1000, cost_s=0.001)] * 2, replay_buffer=buffer, total_frames=-1)
     one.start()
     wait_until(lambda: len(buffer) >= 24)
-    with pytest.warns(UserWarning, match="worker 1 of 2"):
+    with pytest.warns(UserWarning, match=NAMED):
         kill_and_wait(one, kind)
     for call in (one.async_shutdown, one.update_policy_weights_):
-        with pytest.raises(WorkerError, match=r"(?s)worker 1 of 2.*was killed by SIGKILL"):
+        with pytest.raises(WorkerError, match=KILLED):
             call()
     rows = buffer[:]
     assert (rows["next", "reward"] == rows["next", "observation"] + 1).all()
@@ -210,31 +223,32 @@ def kill_and_wait(one, kind) -> None:
 @pytest.mark.parametrize("at", [0, 5])
 def test_what_an_env_raises_is_raised_here_with_worker_and_traceback(make, at):
     one = make(envs=failing("raise", at), total_frames=-1)
-    with raises_within(50, WorkerError, rf"(?s)worker 1 of 2.*ValueError: the env failed at {at}") as caught:
+    with raises_within(50, WorkerError, rf"(?s){NAMED}.*ValueError: the env failed at {at}") as caught:
         [one.next() for _ in range(10**6)]  # the other worker goes on
     assert "counting_env.py" in str(caught.value)
     for call in (one.next, one.update_policy_weights_, one.state_dict):
-        with pytest.raises(WorkerError, match="worker 1 of 2"):
+        with pytest.raises(WorkerError, match=NAMED):
             call()
 
 
 def test_a_killed_worker_is_named(make):
     one = make(envs=failing("kill"), total_frames=-1)
-    with raises_within(50, WorkerError, r"(?s)worker 1 of 2.*was killed by SIGKILL"):
+    with raises_within(50, WorkerError, KILLED):
         [one.next() for _ in range(10**6)]
 
 
 def test_an_env_that_never_returns_is_named(make):
     one = make(envs=failing("hang"), timeout_s=4.0, total_frames=-1)
-    with raises_within(50, DeadlineError, r"worker 1 of 2.*nothing for 4 s.*timeout_s"):
+    with raises_within(50, DeadlineError, rf"{NAMED}.*nothing for 4 s.*timeout_s"):
         [one.next() for _ in range(10**6)]
 
 
-def test_an_env_that_cannot_be_made_is_named(make):
+def test_an_env_that_cannot_be_made_is_named(make, kind):
     def broken():
         raise OSError("no display")
 
-    with pytest.raises(WorkerError, match=r"worker 1 of 2.*OSError: no display"):
+    error, words = (OSError, "") if kind.cls is RayCollector else (WorkerError, rf"{NAMED}.*OSError: ")
+    with pytest.raises(error, match=f"{words}no display"):
         make(envs=[CountingEnv, broken])
 
 

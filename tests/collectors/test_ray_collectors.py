@@ -1,27 +1,25 @@
-"""Collectors in Ray actors, on a real local cluster."""
+"""What only collectors in Ray actors do, on a real local cluster; the rest is in `test_conformance`."""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
-import threading
-import time
 
 import pytest
 import torch
-from torch import nn
 
-from llmrl.collectors import MultiSyncDataCollector, RayWeightUpdater, SyncDataCollector
+from llmrl.collectors import RayWeightUpdater
 from llmrl.collectors.distributed import RayCollector
 from llmrl.collectors.llm import LLMCollector, RayLLMCollector
-from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from llmrl.data.replay_buffers import LazyStackStorage, RayReplayBuffer, ReplayBuffer
 from llmrl.envs.llm import DatasetChatEnv
-from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WeightSyncError, WorkerError
+from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, WorkerError
 from llmrl.modules.llm import TransformersWrapper
 from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
-from tests.support.counting_env import CountingEnv, Scale
-from tests.support.processes import descendants, is_running, raises_within, wait_until
+from tests.support.counting_env import Scale
+from tests.support.processes import wait_until
+from tests.support.worker_collectors import collectors, pids
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 FREE = {"num_cpus": 0}
@@ -29,194 +27,43 @@ FREE = {"num_cpus": 0}
 
 @pytest.fixture
 def make(cluster):
-    made = []
-
-    def build(cls=RayCollector, envs=2, policy=None, **options):
-        envs = [CountingEnv] * envs if isinstance(envs, int) else envs
-        given = {"frames_per_batch": 12, "total_frames": 24, "remote_configs": FREE, "timeout_s": 60.0, **options}
-        made.append(cls(envs, policy or Scale(), **given))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.shutdown()
+    with collectors(RayCollector, remote_configs=FREE) as make:
+        yield make
 
 
-@pytest.fixture
-def buffer(cluster):
-    made = RayReplayBuffer(storage=functools.partial(LazyTensorStorage, 10_000), remote_config=FREE, timeout_s=60)
-    yield made
-    made.close()
-
-
-def pids(collector):
-    return [int(member.place.split()[1]) for member in collector._pool.workers]
-
-
-def test_each_actor_gives_its_share_weights_are_applied_between_batches_and_states_go_on(make):
+def test_each_actor_gives_its_share_and_a_state_goes_on_after_the_last_frame(make):
     policy = Scale()
-    one = make(policy=policy, sync=True, track_policy_version=True, total_frames=36, update_after_each_batch=True)
-    alone = SyncDataCollector(CountingEnv, Scale(), frames_per_batch=6, track_policy_version=True)
+    one = make(policy=policy, sync=True, total_frames=36, update_after_each_batch=True)
     batch = one.next()
-    assert batch.batch_size == (12,)
-    assert batch.names == ["time"]
-    expected = alone.next().exclude("collector")
-    for part in (batch[:6], batch[6:]):
-        assert (part.exclude("collector") == expected).all()
     assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, 0, 2, 2, 1, 1, 1, 1, 3, 3]
     with torch.no_grad():
         policy.scale.fill_(-1.0)
-    batch = one.next()
-    assert (batch["action"] == -1).all()
-    assert set(batch["policy_version"].tolist()) == {1}
+    assert (one.next()["action"] == -1).all()
     state = one.state_dict()
-    assert (state["frames"], state["iter"], state["version"]) == (24, 2, 1)
     last = one.next()
     with pytest.raises(StopIteration):
         one.next()
-    assert one.counters == {"produced": 36, "delivered": 36, "dropped": 0}
     one.load_state_dict(state)
     assert (next(iter(one))["observation"] == last["observation"]).all()  # both begin where trajectories began
     assert one.counters["delivered"] == 36
-    assert len(one) == 3
-    assert one.set_seed(7) == one.set_seed(7)
     updater = RayWeightUpdater(None, one.remote_collectors)
     updater.register_collector(one)
     version = one.policy_version
     updater.push_weights({"scale": torch.tensor(3.0)})
-    assert one.policy_version == version + 1
-    one.load_state_dict(state)
-    assert (next(iter(one))["action"] == -1).all()
-    one.shutdown()
-    wait_until(lambda: not any(map(is_running, pids(one))))
-    with pytest.raises(WorkerError, match="was shut down"):
-        one.update_policy_weights_()
+    assert (one.local_policy.scale, one.policy_version) == (-1, version + 1)
 
 
-def test_first_come_first_served_each_row_has_the_version_that_made_it_and_a_dead_actor_is_named(make):
-    slow = functools.partial(CountingEnv, cost_s=0.02)
-    one = make(envs=[CountingEnv, slow], frames_per_batch=8, total_frames=-1, track_policy_version=True)
-    assert one.local_policy.scale == 1
-    sent, seen = {0: 1.0}, []
-    end = time.monotonic() + 60
-    while len(set(seen)) < 3:  # a batch may have been collected long before it is taken
-        assert time.monotonic() < end, seen
-        batch = one.next()
-        assert batch.batch_size == (8,)
-        version = one.policy_version + 1
-        sent[version] = 1.0 / (1 + version)
-        one.update_policy_weights_({"scale": torch.tensor(sent[version])})
-        for number, action in zip(batch["policy_version"].tolist(), batch["action"].flatten().tolist(), strict=True):
-            assert action == pytest.approx(sent[number])
-            seen.append(number)
-    assert one.policy_version == len(sent) - 1
-    with pytest.raises(WeightSyncError, match="no weight is called 'other'"):
-        one.update_policy_weights_({"other": torch.zeros(())})
-
-    os.kill(pids(one)[1], signal.SIGKILL)
-    with raises_within(50, WorkerError, r"collector 1 of 2 \(Ray actor \w+, process \d+ on .*it has ended"):
-        list(one)
-    with pytest.raises(WorkerError, match="collector 1 of 2"):
-        one.update_policy_weights_()
-    wait_until(lambda: not any(map(is_running, pids(one))))
-
-
-def test_actors_fill_a_buffer_are_paused_take_weights_and_count_every_frame(make, buffer):
-    one = make(
-        envs=functools.partial(CountingEnv, cost_s=0.001),
-        num_collectors=2,
-        replay_buffer=buffer,
-        total_frames=-1,
-        track_policy_version=True,
-    )
-    one.start()
-    for call in (one.start, one.next):
-        with pytest.raises(ConfigError, match="already"):
-            call()
-    wait_until(lambda: len(buffer) >= 24)
-    with one.pause():
-        count, counts = len(buffer), one.counters
-        one.update_policy_weights_({"scale": torch.tensor(-1.0)})
-        one._settle()
-        assert (len(buffer), one.counters) == (count, counts)
-    wait_until(lambda: len(buffer) >= count + 48)
-    one.async_shutdown()
-    counts = one.counters
-    assert counts["produced"] == counts["delivered"] + counts["dropped"]
-    assert counts["delivered"] == buffer.write_count
-    rows = buffer[:]
-    old = rows["policy_version"] == 0
-    assert (rows["action"][old] == 1).all()
-    assert (rows["action"][~old] == -1).all()
-    assert (~old).any()
-    ids = rows["collector", "traj_ids"]
-    assert all((rows["observation"][ids == number].diff(dim=0) == 1).all() for number in ids.unique())
-
-
-def test_other_classes_of_collectors_run_in_actors_too_and_leave_no_process(make):
-    one = make(
-        envs=1,
-        collector_class=MultiSyncDataCollector,
-        num_workers_per_collector=2,
-        collector_kwargs={"cat_results": "stack"},
-        track_policy_version=True,
-        sync=True,
-    )
-    started = [pid for number in pids(one) for pid, _ in descendants(number)]
-    assert len(started) >= 2
-    batch = one.next()
-    assert batch.batch_size == (2, 6)
-    ids = batch["collector", "traj_ids"]
-    assert len(ids.unique()) == 4  # two trajectories of each
-    one.update_policy_weights_({"scale": torch.tensor(-1.0)})
-    batch = one.next()
-    assert (batch["action"] == -1).all()
-    assert (batch["policy_version"] == 1).all()
-    one.shutdown()
-    wait_until(lambda: not any(map(is_running, [*pids(one), *started])), 60)
-
-
-def test_an_env_that_raises_in_the_background_and_one_whose_step_never_ends(make, buffer):
-    one = make(envs=[functools.partial(CountingEnv, 10, fault="raise")], replay_buffer=buffer, total_frames=-1)
-    with pytest.warns(UserWarning, match="the env failed at 5"):
-        start_and_fail(one)
-    with pytest.raises(WorkerError, match=r"(?s)collector 0 of 1.*the env failed at 5.*Traceback"):
-        one.async_shutdown()
-    one = make(envs=[functools.partial(CountingEnv, 10, fault="hang")], timeout_s=3.0)
-    with pytest.raises(DeadlineError, match=r"collector 0 of 1.*nothing for 3 s"):
-        one.next()
-
-
-def start_and_fail(collector):
-    collector.start()
-    watchers = [thread for thread in threading.enumerate() if thread.name == "llmrl-ray-watch"]
-    watchers[-1].join(60)  # the latest; it ends after its warning
-
-
-def test_what_cannot_be_is_refused(make, cluster):
-    def broken():
-        raise OSError("no such simulator")
-
-    refused = [
+def test_what_cannot_be_is_refused(make):
+    for options, kind, message in (
         ({"num_collectors": 3}, ConfigError, r"one number of workers.*'create_env_fn': 2, 'num_collectors': 3"),
         ({"frames_per_batch": [6, 12], "sync": True}, ConfigError, r"one number: got \[6, 12\]"),
         ({"replay_buffer": ReplayBuffer()}, ConfigError, "RayReplayBuffer: got ReplayBuffer"),
-        ({"frames_per_bath": 3}, TypeError, "frames_per_batch"),
         ({"track_policy_version": "uuid"}, UnsupportedError, "versions are numbers"),
-        ({"policy_factory": Scale}, TypeError, "exclude each other"),
         ({"num_workers_per_collector": 0}, ConfigError, "at least 1: got 0"),
-        ({"envs": [broken]}, OSError, "no such simulator"),
-        ({"policy": Unpicklable()}, ConfigError, "policy_factory"),
         ({"remote_configs": {"num_cpus": 64}}, ConfigError, r"must have {'CPU': 64} for an actor: got \[{'CPU': 2"),
-    ]
-    for options, kind, message in refused:
+    ):
         with pytest.raises(kind, match=message):
             make(**options)
-
-
-class Unpicklable(nn.Module):
-    def __reduce__(self):
-        raise RuntimeError("a handle of a device")
 
 
 # --- conversations
@@ -263,7 +110,7 @@ def test_conversations_come_from_actors_with_the_weights_that_were_pushed(cluste
         assert collector.counters == {"produced": 12, "delivered": 12, "dropped": 0}
         collector.load_state_dict(state)
         assert collector.next().get("query").tolist() == ["q4", "q5"]
-        os.kill(int(collector._pool.workers[0].place.split()[1]), signal.SIGKILL)
+        os.kill(pids(collector)[0], signal.SIGKILL)
         with pytest.raises(WorkerError, match="collector 0 of 2"):
             list(collector)
     finally:

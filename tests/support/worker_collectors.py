@@ -11,8 +11,9 @@ from tests.support.processes import descendants, is_running, wait_until
 
 
 def pids(collector: Any) -> list[int]:
-    """The processes of its workers."""
-    return [worker.process.pid for worker in collector._pool.workers]
+    """The processes of its workers, which are children of this one or actors of Ray."""
+    workers = collector._pool.workers
+    return [one.process.pid if hasattr(one, "process") else int(one.place.split()[1]) for one in workers]
 
 
 @contextmanager
