@@ -91,15 +91,23 @@ class CallGraph:
         self._lock = threading.Lock()
 
     def sample(
-        self, sampler: TurnSampler, messages: Sequence[Message], *, tools: Any = None, **options: Any
+        self, sampler: TurnSampler, messages: Sequence[Message] | Tensor, *, tools: Any = None, **options: Any
     ) -> tuple[Question, list[SampledTurn]]:
-        """Answers of ``sampler`` to a client's messages, which continue an earlier call if there is one to continue."""
+        """Answers of ``sampler`` to a client's messages, or to the ids that it made of them; they continue an earlier
+        call if there is one to continue.
+        """
+        is_ids = isinstance(messages, Tensor)
+        keys = ("ids", tuple(messages.tolist())) if is_ids else (repr(tools), *map(identity, messages))
         with self._lock:
-            asked = Question((repr(tools), *map(identity, messages)), self._num_asked)
+            asked = Question(keys, self._num_asked)
             self._num_asked += 1
         if self.seed is not None and options.get("seeds") is None:
             count = options.get("count", 1)
             options["seeds"] = row_seeds(self.seed, [asked.number] * count, range(count)).tolist()
+        if is_ids:
+            asked.parent = self._prefix(messages)
+            after = None if asked.parent is None else asked.parent.turn
+            return asked, sampler.sample(messages, after=after, **options)
         asked.parent = self._continued(asked.keys)
         if asked.parent is not None:
             # Turns that were sampled stay as the template knows them: the client's copy may lack their reasoning.
@@ -116,6 +124,13 @@ class CallGraph:
         with self._lock:
             earlier = (self._by_messages.get(keys[:end]) for end in range(len(keys) - 1, 2, -1))
             return next((call for call in earlier if call is not None), None)
+
+    def _prefix(self, ids: Tensor) -> Call | None:
+        """The call with the longest prompt and answer that ``ids`` begin with."""
+        with self._lock:
+            streams = [(call.turn.stream, call) for call in self.calls]
+        known = [(len(s), n) for n, (s, _) in enumerate(streams) if len(s) < len(ids) and ids[: len(s)].equal(s)]
+        return streams[max(known)[1]][1] if known else None
 
     def add(self, asked: Question, turn: SampledTurn, said: Message) -> Call:
         """Records an answer, which the client got as the message ``said``."""

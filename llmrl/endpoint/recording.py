@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.endpoint.calls import CallGraph, Train, make_rows
@@ -122,7 +123,9 @@ class RecordingEndpoint(Endpoint):
                 "the API key must be that of a rollout in progress.", status=401, code="invalid_api_key"
             )
 
-    def sample(self, key: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[SampledTurn], Record]:
+    def sample(
+        self, key: str, messages: list[dict[str, Any]] | Tensor, **options: Any
+    ) -> tuple[list[SampledTurn], Record]:
         rollout = self._rollouts.get(key)
         if rollout is None:  # it ended while this request waited
             raise BadRequestError("the rollout of this API key has ended.", status=401, code="invalid_api_key")

@@ -18,16 +18,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, answer_message
+from llmrl.endpoint.generate import GenerateRequest
 from llmrl.endpoint.messages import MessagesRequest
 from llmrl.endpoint.responses import ResponsesRequest
 from llmrl.envs.llm.tool_calls import call_format
-from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, TemplateError
+from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, ShapeError, TemplateError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
 from llmrl.optional import require
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from torch import Tensor
 
 Record = Callable[[Sequence[Message]], None]
 # What a request's body is read as: it has `as_chat`, the request that is sampled, and `answer`, its Completion in the
@@ -36,6 +38,7 @@ _KINDS = {
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
+    "/inference/v1/generate": GenerateRequest,
 }
 
 _KEEP_ALIVE_S = 3.0  # between comments of a stream that waits for its answer
@@ -134,7 +137,9 @@ class Endpoint:
         if self.api_key is not None and not secrets.compare_digest(key, self.api_key):
             raise BadRequestError("the API key is not this server's.", status=401, code="invalid_api_key")
 
-    def sample(self, key: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[SampledTurn], Record]:
+    def sample(
+        self, key: str, messages: list[dict[str, Any]] | Tensor, **options: Any
+    ) -> tuple[list[SampledTurn], Record]:
         """The answers to a request, and a function that is called with their messages if the client still waits.
 
         Runs in a thread; ``options``: of `TurnSampler.sample`.
@@ -149,6 +154,7 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "llmrl"}
+        entry["max_model_len"] = self.sampler.max_tokens
         return _response({"object": "list", "data": [entry]})
 
     async def _answer(self, kind: type[Any], request: Request) -> Response:
@@ -263,7 +269,7 @@ def _failure(error: BaseException, kind: type[Any]) -> Response:
     """The answer to a request that failed: the client's fault if prompt or template are, else the server's."""
     if isinstance(error, DataError):
         error = BadRequestError(str(error), code="context_length_exceeded")
-    elif isinstance(error, TemplateError):
+    elif isinstance(error, TemplateError | ShapeError):  # a ShapeError: ids outside the vocabulary
         error = BadRequestError(str(error))
     if isinstance(error, BadRequestError):
         return _response(kind.failure(error.body()), error.status)

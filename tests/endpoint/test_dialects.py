@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from llmrl.endpoint import RecordingEndpoint
@@ -151,3 +152,42 @@ def test_what_cannot_be_sampled_is_refused_in_the_form_of_the_client(kind, optio
         with pytest.raises(client.module.AuthenticationError):
             kind(endpoint, "sk-other").ask([{"role": "user", "content": "hi"}])
         assert endpoint.finish(key, 0.0) is None
+
+
+def test_ids_are_answered_with_ids_and_a_prompt_that_begins_with_a_call_continues_it():
+    engine = FakeEngine(["four", "eight", "other"], tokenizer=TOKENIZER)
+    with RecordingEndpoint(engine, TOKENIZER, train="all", max_tokens=200) as endpoint:
+        key = endpoint.begin()
+
+        def post(ids, **fields):
+            body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1, "temperature": 1.0}, **fields}
+            return httpx.post(f"{endpoint.url}/inference/v1/generate", json=body, headers={"x-api-key": key})
+
+        first = TOKENIZER.encode("2+2?")
+        sampled, prompts = [], [first]
+        for more in ("4+4?", ""):
+            answer = post(prompts[-1], return_token_ids=True, cache_salt="1").json()
+            [choice] = answer["choices"]
+            assert answer["prompt_token_ids"] == prompts[-1]
+            assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+                f"token_id:{token}" for token in choice["token_ids"]
+            ]
+            assert choice["finish_reason"] == "stop"
+            sampled.append(choice["token_ids"])
+            prompts.append(prompts[-1] + choice["token_ids"] + TOKENIZER.encode(more))
+        post(TOKENIZER.encode("another task"))
+        for fields, words in (
+            ({"stream": True}, "stream"),
+            ({"sampling_params": {"top_k": 5}}, "top_k"),
+            ({"features": {"a": 1}}, "features"),
+            ({"token_ids": first * 100}, "fewer than the 200 tokens"),
+        ):
+            refused = post(first, **fields) if "token_ids" not in fields else post(fields["token_ids"])
+            assert refused.status_code == 400
+            assert words in refused.json()["error"]["message"]
+        [model] = httpx.get(f"{endpoint.base_url}/models").json()["data"]
+        assert model["max_model_len"] == 200
+        rows = endpoint.finish(key, 1.0)
+    assert trained_texts(rows) == ["four<|im_end|>eight<|im_end|>", "other<|im_end|>"]
+    [ids, _] = rows.get(("tokens", "full"), as_list=True)
+    assert ids.tolist() == prompts[1] + sampled[1]

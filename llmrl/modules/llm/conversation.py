@@ -103,7 +103,7 @@ class TurnSampler:
 
     def sample(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Tensor,
         *,
         tools: Tools | None = None,
         after: SampledTurn | None = None,
@@ -111,11 +111,14 @@ class TurnSampler:
         count: int = 1,
         seeds: Sequence[int] | None = None,
     ) -> list[SampledTurn]:
-        """``count`` answers to a conversation that ends with a question. ``after``: see `prompt`.
+        """``count`` answers to a conversation that ends with a question, or to its ids int64[P].
 
+        ``after``: see `prompt`
         Raises  DataError if the prompt leaves no room for an answer; what the engine raises
         """
-        prompt = self.prompt(messages, tools=tools, after=after)
+        prompt, known = messages, []
+        if not isinstance(messages, Tensor):
+            prompt, known = self.prompt(messages, tools=tools, after=after), list(messages)
         limit = self.max_tokens
         if limit is not None and len(prompt) >= limit:
             raise DataError(
@@ -123,7 +126,7 @@ class TurnSampler:
             )
         params, stops = with_stop_ids(params or self.params, self.renderer.stop_token_ids, self.engine.eos_token_ids)
         drawn = generate_within(self.engine, [prompt] * count, params, limit, seeds=seeds)
-        return list(self._turns(drawn, prompt, list(messages), tools, after, stops))
+        return list(self._turns(drawn, prompt, known, tools, after, stops))
 
     def _turns(
         self,
