@@ -28,9 +28,9 @@ from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
 from tests.support.commands import Result
 from tests.support.processes import wait_until
+from tests.support.ranks import ROOT, run_ranks
 from tests.support.saved_models import save_tiny
 
-ROOT = Path(__file__).parents[2]  # where tests.support is found
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2}
 SFT = {
     "model": TINY,
@@ -137,9 +137,14 @@ class Workplace:
             raise AssertionError(f"still running after {timeout_s} s; it wrote:\n{out}\n{err}") from None
         return Result(process.returncode, out, err).check(**expected)
 
-    def ranks(self, *arguments: object, ranks: int = 2, module: str = "llmrl.commands.cli", **expected: Any) -> Result:
+    def ranks(
+        self, *arguments: object, ranks: int = 2, module: str = "", timeout_s: float = 600, **expected: Any
+    ) -> Result:
         """A command, or a module, in several processes of one run, to its end."""
-        return self.finish(self.process(*arguments, ranks=ranks, module=module), **expected)
+        lines = [str(argument) for argument in arguments]
+        if not module:
+            module, lines = "tests.support.commands", [shlex.join(lines)]
+        return run_ranks(module, lines, ranks=ranks, folder=self.path, timeout_s=timeout_s).check(**expected)
 
     def train_as_one_and_as_ranks(
         self,

@@ -232,8 +232,7 @@ def test_adapters_are_those_of_the_text_layers_and_the_engine_samples_by_them(pl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+@pytest.mark.parametrize(("recipe", "layout"), [("sft", "ddp"), ("dpo", "fsdp2")])
 def test_two_processes_train_on_rows_with_and_without_images_as_one_does(place, recipe, layout):
     path = pairs_of(place, [[(16, 24)], [], [(40, 20), (9, 9)], [], [], [(8, 60)]])
     data = {"path": path, "rows": None} | ({"completion_column": "chosen"} if recipe == "sft" else {})

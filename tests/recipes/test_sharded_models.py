@@ -255,7 +255,8 @@ def test_a_sharded_run_goes_on_with_one_process_and_then_with_three(place):
     changes = {"model": "tied", "steps": 6, "batch_size": 9, "optim": OPTIM, "checkpoint": {"every": 2, "keep": 5}}
     settings = place.recipe("sums", "sft", **changes)
     place.run("sft", settings, "--name", "one")
-    place.ranks(settings, "parallel.mode=fsdp2", "steps=2", "--name", "two", module="llmrl.recipes.sft")
+    options = ("parallel.mode=fsdp2", "steps=2", "--name", "two")
+    place.finish(place.process(settings, *options, module="llmrl.recipes.sft", ranks=2))
     shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
     assert sorted(path.name for path in (place.checkpoint("two", 2) / "shards").iterdir()) == shards
     assert "lm_head.weight" not in load_file(place.checkpoint("two", 2) / "model.safetensors"), "it is tied"

@@ -175,7 +175,7 @@ def test_two_processes_have_an_engine_each_and_the_same_weights(place, rollout):
     save_tiny("tied", hidden_size=64)
     overrides = ("model=tied", "parallel.mode=fsdp2", "steps=3", "optim={lr: 5.0e-3, schedule: constant, warmup: 0}")
     settings = recipe(place, "two", **rollout)
-    place.ranks("grpo", settings, "--name", "two", *overrides, timeout_s=LIMIT_S)
+    place.finish(place.process("grpo", settings, "--name", "two", *overrides, ranks=2), timeout_s=LIMIT_S)
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")][:2] == [0, 1]
     assert all(step["engine/preempted"] == 0 < step["engine/cache_max_frac"] < 1 for step in place.steps("two"))

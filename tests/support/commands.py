@@ -29,8 +29,9 @@ def run_each(lines: Sequence[str]) -> None:
     """Runs command lines one after another in this process, a rank of them all; each is a start of its own."""
     from llmrl.commands.cli import main
 
+    launch = os.environ["TORCHELASTIC_RUN_ID"]
     for number, line in enumerate(lines):
-        os.environ |= {"TORCHELASTIC_RUN_ID": f"{os.getppid()}-{number}", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        os.environ |= {"TORCHELASTIC_RUN_ID": f"{launch}-{number}", "TORCHELASTIC_RESTART_COUNT": str(number)}
         if code := main(shlex.split(line)):
             sys.exit(code)
 
