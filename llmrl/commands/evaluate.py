@@ -149,6 +149,8 @@ def _sets(
     sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
         remedy = "--data FILE, whose loss is measured, or env=..." if config.env is None else "eval.dataset=..."
+        if config.env is not None and config.env.agent is not None:
+            raise ConfigError("llmrl eval: env.agent is not measured here: let your agent call llmrl serve RUN.")
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; give {remedy}")
     return sets
 

@@ -507,8 +507,9 @@ class GRPOConfig(ModelSource):
         """Raises ValueError for settings that do nothing for an agent."""
         if self.overlong_buffer:
             raise ValueError("overlong_buffer is for one answer per prompt: env.agent may subtract it from its reward")
-        if self.eval.dataset is not None:
-            raise ValueError("eval.dataset is not measured with env.agent: leave it out")
+        for name in ("dataset", "every"):
+            if getattr(self.eval, name):
+                raise ValueError(f"eval.{name}: an agent is not measured on other rows; leave it out")
 
     def grpo_settings(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:
         """Keyword arguments for MCAdvantage and the settings of GRPOLoss: the ``grpo`` section, then the preset.

@@ -202,6 +202,7 @@ def test_a_run_is_trained_by_an_agent_and_resumed_exactly(agents, place):
     assert [step["mismatch/logp_abs_max"] < 1e-4 for step in steps] == [True] * 4
     place.cut_back("run", "cut", to=2)
     place.run("resume", "cut")
+    place.run("eval", "run", code=2, words=["env.agent is not measured here", "llmrl serve RUN"])
     place.same("run", "cut", step=4, tolerance=1e-5)  # rounding depends on which calls are computed together
     for step in range(1, 5):
         was, now = (
@@ -235,7 +236,12 @@ def test_other_algorithms_train_by_an_agent_too(agents, place, command):
         ),
         ("grpo", {"env": {"agent": {"command": ["x"], "process": True}}}, ["process is for run"]),
         ("grpo", {"overlong_buffer": 2}, ["overlong_buffer is for one answer per prompt"]),
-        ("grpo", {"eval": {"dataset": "prompts.jsonl"}}, ["eval.dataset is not measured with env.agent"]),
+        ("grpo", {"eval": {"dataset": "prompts.jsonl"}}, ["eval.dataset: an agent is not measured on other rows"]),
+        (
+            "grpo",
+            {"env": {"name": "sums", "dataset": None}, "eval": {"every": 2}},
+            ["eval.every: an agent is not measured on other rows"],
+        ),
         ("rejection", {}, ["env.agent is not for rejection"]),
         ("sft", {}, ["env.agent is for recipes that sample"]),
     ],
