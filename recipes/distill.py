@@ -23,16 +23,16 @@ from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.recipes import grpo
 from llmrl.run.model_names import resolve_model
-from llmrl.train.algorithm_settings import DistillConfig
 from llmrl.train.distributed import Session
-from llmrl.train.models import load_tokenizer
+from llmrl.train.models.loading import load_tokenizer
 from llmrl.train.run import Run, run_recipe
+from llmrl.train.settings.algorithms import DistillConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["plan", "run"]
-SETTINGS = "llmrl.train.algorithm_settings:DistillConfig"
+SETTINGS = "llmrl.train.settings.algorithms:DistillConfig"
 ABOUT = "train a model towards a teacher, on its own answers"
 
 

@@ -17,19 +17,19 @@ from functools import partial
 
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.run.console import DPO_COLUMNS
+from llmrl.train.data.preferences import ReferenceLogProbs, make_loss, tokenize_pairs
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
 from llmrl.train.held_out import held_out_evaluator, with_held_out
-from llmrl.train.models import load_model
-from llmrl.train.plan import plan_recipe, read_data
-from llmrl.train.preference_data import ReferenceLogProbs, make_loss, tokenize_pairs
-from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.models.loading import load_model
+from llmrl.train.planning.plan import plan_recipe, read_data
 from llmrl.train.run import Run, run_recipe
+from llmrl.train.settings.preferences import DPOConfig
 from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
-SETTINGS = "llmrl.train.preference_settings:DPOConfig"
+SETTINGS = "llmrl.train.settings.preferences:DPOConfig"
 ABOUT = "improve a model by pairs of answers"
 
 tokenize = partial(with_held_out, tokenize_pairs)  # the pairs to train on, and those of eval.dataset

@@ -34,20 +34,20 @@ from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import Algorithm, GroupQuota
 from llmrl.run.console import grpo_columns
-from llmrl.train.agent_rollouts import AgentRollouts
 from llmrl.train.algorithms import columns_read
-from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.context import AlgorithmState, RunContext
-from llmrl.train.data_record import DataRecord
+from llmrl.train.data.record import DataRecord
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.plan import plan_grpo, plan_with_engine, prepare_grpo
-from llmrl.train.rollout_engine import RolloutEngine
-from llmrl.train.row_source import EnvironmentRollouts, RowSource
+from llmrl.train.models.loading import load_model, load_tokenizer
+from llmrl.train.planning.plan import plan_grpo, plan_with_engine, prepare_grpo
+from llmrl.train.rollouts.agents import AgentRollouts
+from llmrl.train.rollouts.engine import RolloutEngine
+from llmrl.train.rollouts.row_source import EnvironmentRollouts, RowSource
+from llmrl.train.rollouts.source import RolloutSource
+from llmrl.train.rollouts.step import StepRollouts, select_training_columns
 from llmrl.train.run import Run, run_recipe
-from llmrl.train.settings import GRPOConfig
-from llmrl.train.step_rollouts import StepRollouts, select_training_columns
+from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.tasks import Task
 from llmrl.train.updater import Updater, make_updater
 

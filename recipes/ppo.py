@@ -16,5 +16,5 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
 from llmrl.recipes.grpo import plan, plan_with_engine, run
 
 __all__ = ["plan", "plan_with_engine", "run"]
-SETTINGS = "llmrl.train.algorithm_settings:PPOConfig"
+SETTINGS = "llmrl.train.settings.algorithms:PPOConfig"
 ABOUT = "improve a model by reward, with a critic"

@@ -19,18 +19,18 @@ from types import SimpleNamespace
 from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.console import REWARD_COLUMNS
+from llmrl.train.data.preferences import tokenize_with_held_out
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.held_out import held_out_evaluator
-from llmrl.train.plan import plan_recipe, read_data
-from llmrl.train.preference_data import tokenize_with_held_out
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.reward_model import load_reward_model
+from llmrl.train.models.reward import load_reward_model
+from llmrl.train.planning.plan import plan_recipe, read_data
 from llmrl.train.run import Run, run_recipe
+from llmrl.train.settings.preferences import RewardConfig
 from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
-SETTINGS = "llmrl.train.preference_settings:RewardConfig"
+SETTINGS = "llmrl.train.settings.preferences:RewardConfig"
 ABOUT = "train a reward model on pairs of answers"
 
 

@@ -18,15 +18,15 @@ from functools import partial
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
 from llmrl.run.console import SFT_COLUMNS
+from llmrl.train.data.sft import tokenize_chats
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
 from llmrl.train.held_out import held_out_evaluator, with_held_out
-from llmrl.train.models import load_model
-from llmrl.train.plan import plan_recipe, read_data
+from llmrl.train.models.loading import load_model
+from llmrl.train.planning.plan import plan_recipe, read_data
 from llmrl.train.run import Run, run_recipe
-from llmrl.train.settings import SFTConfig
-from llmrl.train.sft_data import tokenize_chats
+from llmrl.train.settings.sft import SFTConfig
 from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]

@@ -32,6 +32,7 @@ BELOW_TRAIN = (
     *(*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm", "llmrl.objectives"),
     *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.endpoint", "llmrl.run", "llmrl.report"),
 )
+TRAIN = ("llmrl.train", "llmrl.train.settings", "llmrl.train.models", "llmrl.train.data", "llmrl.train.planning")
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": ("llmrl.lazy",),
     **{module: BASE for module in BASE},
@@ -51,7 +52,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.endpoint": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs.llm"),
     "llmrl.run": BASE,
     "llmrl.report": (*BASE, "llmrl.run"),
-    "llmrl.train": BELOW_TRAIN,
+    "llmrl.train": (*BELOW_TRAIN, *TRAIN),
+    **{room: (*BELOW_TRAIN, *TRAIN[:number]) for number, room in enumerate(TRAIN) if number},
+    "llmrl.train.rollouts": (*BELOW_TRAIN, *TRAIN),
     "llmrl.commands": ("llmrl",),  # anything
     "llmrl.recipes": ("llmrl",),  # anything
 }

@@ -26,8 +26,9 @@ from llmrl.run.console import make_console, note, warn
 from llmrl.run.printable import printable
 from llmrl.tools import load_tool
 from llmrl.train.distributed import Session
-from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.settings import ModelSource, SamplingSettings
+from llmrl.train.models.loading import load_model, load_tokenizer
+from llmrl.train.settings.grpo import SamplingSettings
+from llmrl.train.settings.model import ModelSource
 from llmrl.train.tasks import Task
 
 if TYPE_CHECKING:

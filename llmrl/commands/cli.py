@@ -259,8 +259,8 @@ def _launch_all(arguments: list[str]) -> int:
 
 
 def _check_early(config: Any, runs: Path, *, packages: bool = True, data: bool = True) -> None:
-    """Raises the errors of `llmrl.train.early_checks`; ``data``: also the model and the data of a new run."""
-    from llmrl.train import early_checks  # imported here: the commands that only read need no settings
+    """Raises the errors of `llmrl.train.planning.early_checks`; ``data``: also the model and the data of a new run."""
+    from llmrl.train.planning import early_checks  # imported here: the commands that only read need no settings
 
     if isinstance(config, early_checks.ModelSource):
         for remark in early_checks.check_run(config, runs=runs) if data else ():

@@ -25,15 +25,17 @@ from llmrl.run.console import format_duration, print_summary
 from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import load_state
+from llmrl.train.data.preferences import held_out_pairs, make_loss, reference_log_probs, tokenize_pairs
+from llmrl.train.data.sft import TokenizedRows, tokenize_chats
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.held_out import HeldOutEvaluator, tokenize_held_out
-from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.preference_data import held_out_pairs, make_loss, reference_log_probs, tokenize_pairs
-from llmrl.train.preference_settings import DPOConfig, PairsConfig, RewardConfig
-from llmrl.train.reward_model import load_reward_model
-from llmrl.train.settings import EvalSettings, GRPOConfig, SFTConfig
-from llmrl.train.sft_data import TokenizedRows, tokenize_chats
+from llmrl.train.models.loading import load_model, load_tokenizer
+from llmrl.train.models.reward import load_reward_model
+from llmrl.train.settings.environment import EvalSettings
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.preferences import DPOConfig, PairsConfig, RewardConfig
+from llmrl.train.settings.sft import SFTConfig
 from llmrl.train.tasks import Task, eval_rows
 from llmrl.train.updater import Updater, make_updater
 

@@ -28,10 +28,10 @@ from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 from llmrl.train.adapter_files import ADAPTER, adapter_in, base_of
 from llmrl.train.distributed import Session
-from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.reward_model import load_reward_model
-from llmrl.train.settings import ModelSource
+from llmrl.train.models.loading import load_model, load_tokenizer
+from llmrl.train.models.reward import load_reward_model
+from llmrl.train.settings.model import ModelSource
+from llmrl.train.settings.preferences import RewardConfig
 
 _OF_THE_RUN = {CHECKSUMS, "trainer.pt"}
 

@@ -108,7 +108,7 @@ def _plan(
 
     from llmrl.modules.llm.engines.vllm.compat import server_command
     from llmrl.train.gpus import find_gpu
-    from llmrl.train.memory import trainer_gpus
+    from llmrl.train.planning.memory import trainer_gpus
 
     rollout, count = config.rollout, torch.cuda.device_count()
     gpu = find_gpu(torch.device("cuda", 0), count) if count else None
@@ -148,7 +148,7 @@ def _served(
     config: Any, runs: Path, options: Mapping[str, Any], port: int, dry_run: bool
 ) -> tuple[str, Mapping[str, Any]]:
     """The model that servers load. A randomly initialised model is written without weights; the run sends them."""
-    from llmrl.train.models import load_tokenizer, meta_model, model_files
+    from llmrl.train.models.loading import load_tokenizer, meta_model, model_files
 
     # The run sends weights before the first request, so such a model needs no weight file.
     if isinstance(config.model, str):

@@ -112,7 +112,7 @@ def _with_model(
         if "did you mean" in str(error) or checkpoint:
             raise
         alone = _model_alone(model, overrides).model_copy(update={"lora": None})
-        load_object("llmrl.train.early_checks:check_base", what="check")(alone, runs=Path("runs"))
+        load_object("llmrl.train.planning.early_checks:check_base", what="check")(alone, runs=Path("runs"))
         return {"config": alone, "runs": Path("runs"), **given}
     _, info, loaded = load_run(run, overrides)
     if info["command"] == "reward":
@@ -128,7 +128,8 @@ def _model_alone(model: str, overrides: Sequence[str]) -> Any:
     """The settings of a model alone. Raises DataError for one that is neither here nor on the hub."""
     settings = load_object("llmrl.train.settings:ModelSource", what="settings")
     config = load_config(settings, None, [*overrides, f"model={json.dumps(model)}"]).config
-    if remark := load_object("llmrl.train.early_checks:check_model", what="check")(config.model, runs=Path("runs")):
+    check_model = load_object("llmrl.train.planning.early_checks:check_model", what="check")
+    if remark := check_model(config.model, runs=Path("runs")):
         print(f"note          {remark}", file=sys.stderr)
     return config
 

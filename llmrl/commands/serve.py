@@ -9,8 +9,9 @@ from llmrl.endpoint import Endpoint
 from llmrl.modules.llm.conversation import TurnSampler
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.train.distributed import Session
-from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.settings import ModelSource, SamplingSettings
+from llmrl.train.models.loading import load_model, load_tokenizer
+from llmrl.train.settings.grpo import SamplingSettings
+from llmrl.train.settings.model import ModelSource
 
 
 def serve(config: ModelSource, *, runs: Path, host: str, port: int, api_key: str | None, max_tokens: int | None) -> int:

@@ -22,7 +22,7 @@ from llmrl.modules.llm.model_files import check_letters
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
 from llmrl.train.adapter_files import start_adapter, tokenizer_of
-from llmrl.train.sft_data import marked_pieces
+from llmrl.train.data.sft import marked_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """Adapter folders as peft writes them: where they are, their base model and tokenizer, and the settings of their LoRA.
 
-Reads names and settings only, without torch; `llmrl.train.lora` reads the weights.
+Reads names and settings only, without torch; `llmrl.train.models.lora` reads the weights.
 """
 
 from __future__ import annotations

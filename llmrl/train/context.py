@@ -20,10 +20,11 @@ from llmrl.objectives.llm.batch import TOKENS
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.critic import Critic
 from llmrl.train.distributed import Session
-from llmrl.train.lora import ReferenceAtStart
-from llmrl.train.models import load_model
+from llmrl.train.models.loading import load_model
+from llmrl.train.models.lora import ReferenceAtStart
 from llmrl.train.run import Run
-from llmrl.train.settings import GRPOConfig, OptimSettings
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.machine import OptimSettings
 from llmrl.train.updater import Updater
 
 if TYPE_CHECKING:

@@ -13,18 +13,18 @@ from llmrl.modules.llm.engines.transformers import vocabulary_size
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.modules.llm.vision import vision_tower
-from llmrl.train.models import check_model, fill_weight, load_tokenizer, meta_model
+from llmrl.train.models.loading import check_model, fill_weight, load_tokenizer, meta_model
+from llmrl.train.models.reward import load_reward_model
 from llmrl.train.optimizers import import_optimizer
-from llmrl.train.reward_model import load_reward_model
 from llmrl.train.updater import make_updater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from llmrl.train.algorithm_settings import PPOConfig
     from llmrl.train.distributed import Session
-    from llmrl.train.machine_settings import OptimSettings
-    from llmrl.train.settings import GRPOConfig
+    from llmrl.train.settings.algorithms import PPOConfig
+    from llmrl.train.settings.grpo import GRPOConfig
+    from llmrl.train.settings.machine import OptimSettings
 
 
 class Critic:

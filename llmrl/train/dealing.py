@@ -11,13 +11,13 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.train.model_shape import model_shape
+from llmrl.train.models.shape import model_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmrl.train.distributed import Session
-    from llmrl.train.settings import SFTConfig
+    from llmrl.train.settings.sft import SFTConfig
 
 
 def deal_epochs(num_rows: int, config: SFTConfig) -> ReplayBuffer:

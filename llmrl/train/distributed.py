@@ -45,7 +45,7 @@ from llmrl.report.run_files import flat_settings
 from llmrl.run.console import make_console
 from llmrl.run.console.numbers import counted
 from llmrl.run.files import writing
-from llmrl.train.settings import ModelSource
+from llmrl.train.settings.model import ModelSource
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
     from llmrl.train.held_out import HeldOutEvaluator
-    from llmrl.train.settings import EvalSettings, SFTConfig
+    from llmrl.train.settings.environment import EvalSettings
+    from llmrl.train.settings.sft import SFTConfig
 
 
 class Evaluator:

@@ -13,8 +13,8 @@ from llmrl.train.evaluation import eval_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llmrl.train.settings import SFTConfig
-    from llmrl.train.sft_data import TokenizedRows
+    from llmrl.train.data.sft import TokenizedRows
+    from llmrl.train.settings.sft import SFTConfig
     from llmrl.train.updater import Updater
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from llmrl.optional import require
-from llmrl.train.settings import OptimSettings
+from llmrl.train.settings.machine import OptimSettings
 
 
 def import_optimizer(optim: OptimSettings) -> Any:

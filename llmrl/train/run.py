@@ -37,9 +37,9 @@ from llmrl.run.run_dir import RunDir
 from llmrl.train.adapter_files import ADAPTER, adapter_in
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state, try_writing
 from llmrl.train.distributed import Session
-from llmrl.train.models import save_made_model
+from llmrl.train.models.loading import save_made_model
 from llmrl.train.optimizers import import_optimizer
-from llmrl.train.settings import TinyModelSettings
+from llmrl.train.settings.model import TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from llmrl.objectives.metric import Metric
     from llmrl.train.evaluation import Evaluator
     from llmrl.train.held_out import HeldOutEvaluator
-    from llmrl.train.settings import ModelSource, StopSettings
+    from llmrl.train.settings.model import ModelSource
+    from llmrl.train.settings.sft import StopSettings
 
     AnyEvaluator = Evaluator | HeldOutEvaluator
 

@@ -29,7 +29,7 @@ from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
-from llmrl.train.settings import EnvSettings, EvalSettings
+from llmrl.train.settings.environment import EnvSettings, EvalSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

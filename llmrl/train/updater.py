@@ -32,15 +32,16 @@ from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.functional import StepCounts, entropy_threshold
 from llmrl.objectives.metric import Metric
+from llmrl.train.data.lengths import RowLengths, microbatches
+from llmrl.train.data.sft import AT_ONCE
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.gpus import find_gpu
-from llmrl.train.memory import uses_checkpointing
-from llmrl.train.model_shape import block_matrices, decoder_blocks, model_shape
+from llmrl.train.models.shape import block_matrices, decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate, set_options
-from llmrl.train.row_lengths import RowLengths, microbatches
-from llmrl.train.settings import ModelSource, OptimSettings
-from llmrl.train.sft_data import AT_ONCE
+from llmrl.train.planning.memory import uses_checkpointing
+from llmrl.train.settings.machine import OptimSettings
+from llmrl.train.settings.model import ModelSource
 
 if TYPE_CHECKING:
     from llmrl.modules.llm.policies import TransformersWrapper

@@ -110,7 +110,7 @@ class Ours:
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.objectives.llm import GRPOLoss, MCAdvantage
         from llmrl.train.distributed import Session
-        from llmrl.train.settings import GRPOConfig
+        from llmrl.train.settings.grpo import GRPOConfig
         from llmrl.train.updater import make_updater
 
         config = GRPOConfig(
@@ -153,7 +153,7 @@ class Ours:
         self.tokens = 0
 
     def __call__(self) -> None:
-        from llmrl.train.step_rollouts import StepRollouts, select_training_columns
+        from llmrl.train.rollouts.step import StepRollouts, select_training_columns
 
         self.step += 1
         began = time.perf_counter()

@@ -34,10 +34,10 @@ class Ours:
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.modules.llm.reward_scorer import RewardScorer
         from llmrl.objectives.llm import DPOLoss, RewardLoss
+        from llmrl.train.data.preferences import ReferenceLogProbs, tokenize_pairs
         from llmrl.train.dealing import deal_epochs
         from llmrl.train.distributed import Session
-        from llmrl.train.preference_data import ReferenceLogProbs, tokenize_pairs
-        from llmrl.train.preference_settings import DPOConfig, RewardConfig
+        from llmrl.train.settings.preferences import DPOConfig, RewardConfig
         from llmrl.train.updater import make_updater
 
         settings = {"model": {}, "data": {"path": "sums", "rows": rows}, "optim": {"lr": LEARNING_RATE, "warmup": 0}}

@@ -15,7 +15,7 @@ from llmrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
-from llmrl.train.step_rollouts import oldest_versions
+from llmrl.train.rollouts.step import oldest_versions
 from tests.support.conversations import ROWS, AskAgain, dialogs, talks_for
 
 

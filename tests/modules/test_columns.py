@@ -11,7 +11,7 @@ from llmrl.data import LazyStackStorage, ReplayBuffer
 from llmrl.modules.llm.policies.columns import COLUMNS, from_plain, placeholders, to_plain
 from llmrl.modules.llm.policies.containers import CONTAINERS, LogProbs
 from llmrl.modules.llm.vision import read_media, write_media
-from llmrl.train.step_rollouts import select_training_columns
+from llmrl.train.rollouts.step import select_training_columns
 
 LENGTHS = [3, 5]
 ROOT = {"group_id": torch.int64, "policy_version": torch.int64, "seed": torch.int64}

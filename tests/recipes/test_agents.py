@@ -15,7 +15,7 @@ from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.objectives.llm import Algorithm
 from llmrl.objectives.llm.settings import GRPOSettings
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.agent_rollouts import AgentRollouts
+from llmrl.train.rollouts.agents import AgentRollouts
 from llmrl.train.settings import GRPOConfig
 from tests.support.conversations import fake_policy
 from tests.support.processes import is_running, wait_until

@@ -13,10 +13,10 @@ from llmrl.errors import ConfigError
 from llmrl.objectives.llm import SFTLoss
 from llmrl.run.config import load_config
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.preference_settings import DPOConfig, RewardConfig
+from llmrl.train.data.sft import tokenize_chats
 from llmrl.train.settings import GRPOConfig, SFTConfig
-from llmrl.train.sft_data import tokenize_chats
-from llmrl.train.unused_settings import _NEEDS
+from llmrl.train.settings.preferences import DPOConfig, RewardConfig
+from llmrl.train.settings.unused import _NEEDS
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}
 LONG = {"prompt": "2 + 2?", "completion": "four " * 50}

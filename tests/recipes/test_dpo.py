@@ -10,8 +10,8 @@ from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_rewa
 from llmrl.errors import DataError
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.preference_data import tokenize_pairs
-from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.data.preferences import tokenize_pairs
+from llmrl.train.settings.preferences import DPOConfig
 
 PAIR = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five or more"}
 ASK = {"role": "user", "content": "2 + 2?"}

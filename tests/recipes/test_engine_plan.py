@@ -14,10 +14,10 @@ from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.testing import tiny_model
 from llmrl.train.distributed import check_gpus
-from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan, replays_routes
-from llmrl.train.model_shape import model_shape
-from llmrl.train.rollout_settings import RolloutSettings
+from llmrl.train.models.shape import model_shape
+from llmrl.train.planning.engines import GIB, Gpus, make_engine_plan, replays_routes
 from llmrl.train.settings import GRPOConfig
+from llmrl.train.settings.rollout import RolloutSettings
 
 CARD = 80 * GIB
 # Qwen2.5: hidden size, inner width, layers, heads, key/value heads, tied embeddings

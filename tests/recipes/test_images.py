@@ -18,12 +18,12 @@ from llmrl.errors import DataError
 from llmrl.modules.llm.vision import vision_tower
 from llmrl.objectives.llm import RewardLoss
 from llmrl.testing import tiny_model, tiny_processor
-from llmrl.train.lora import add_adapters
-from llmrl.train.memory import plan_memory
-from llmrl.train.model_shape import decoder_blocks, model_shape
-from llmrl.train.preference_data import tokenize_pairs
-from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.data.preferences import tokenize_pairs
+from llmrl.train.models.lora import add_adapters
+from llmrl.train.models.shape import decoder_blocks, model_shape
+from llmrl.train.planning.memory import plan_memory
 from llmrl.train.settings import SFTConfig
+from llmrl.train.settings.preferences import DPOConfig
 from tests.support.images import noise
 
 VISION = {"architecture": "qwen2_vl", "hidden_size": 32, "layers": 1, "heads": 2}

@@ -90,7 +90,7 @@ def test_the_command_of_a_server_is_one_that_vllm_reads():
 
 
 def test_engines_on_gpus_of_their_own_need_the_launcher(place, monkeypatch):
-    monkeypatch.setattr("llmrl.train.early_checks.check_packages", lambda config: None)  # without vLLM too
+    monkeypatch.setattr("llmrl.train.planning.early_checks.check_packages", lambda config: None)  # without vLLM too
     launch = ("launch", "grpo", place.recipe("mine", "grpo", rollout=ROLLOUT))
     place.run(*launch[1:], code=2, words=["did you mean  llmrl launch grpo"])
     place.run(*launch, "rollout.gpus=0", code=2, words=["rollout.gpus=N"])

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmrl.errors import ConfigError, MissingDependencyError
 from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train.data.sft import tokenize_chats
 from llmrl.train.distributed import Session
-from llmrl.train.lora import ReferenceAtStart, add_adapters, lora_rows
-from llmrl.train.model_shape import model_shape
-from llmrl.train.models import load_model
+from llmrl.train.models.loading import load_model
+from llmrl.train.models.lora import ReferenceAtStart, add_adapters, lora_rows
+from llmrl.train.models.shape import model_shape
 from llmrl.train.settings import GRPOConfig, SFTConfig
-from llmrl.train.sft_data import tokenize_chats
 from llmrl.weight_update import merged_weights
 from tests.support.saved_models import save_tiny
 from tests.support.training_rows import worst as difference

@@ -12,7 +12,7 @@ import torch
 from llmrl.errors import ConfigError, DataError, MissingDependencyError
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
-from llmrl.train.models import load_model, meta_model
+from llmrl.train.models.loading import load_model, meta_model
 from llmrl.train.updater import make_updater
 from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
 

@@ -19,10 +19,12 @@ from llmrl.objectives.llm import SFTLoss
 from llmrl.recipes.grpo import plan as plan_grpo
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model
-from llmrl.train.algorithm_settings import PPOConfig
+from llmrl.train.data.lengths import RowLengths
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import GPU, find_gpu, parse_gpu
-from llmrl.train.memory import (
+from llmrl.train.models.shape import block_matrices, model_shape
+from llmrl.train.optimizers import OffloadedAdamW, make_optimizer, set_learning_rate
+from llmrl.train.planning.memory import (
     engine_memory,
     engine_share,
     memory_rows,
@@ -31,11 +33,9 @@ from llmrl.train.memory import (
     trainer_gpus,
     with_changes,
 )
-from llmrl.train.model_shape import block_matrices, model_shape
-from llmrl.train.optimizers import OffloadedAdamW, make_optimizer, set_learning_rate
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
+from llmrl.train.settings.algorithms import PPOConfig
+from llmrl.train.settings.preferences import RewardConfig
 from llmrl.train.updater import Updater, recompute_blocks
 from scripts.memory_table import MODELS, shape_of, table
 from tests.support.saved_models import save_tiny
@@ -195,7 +195,7 @@ def test_the_plan_counts_the_tokens_of_the_data_and_not_those_that_the_settings_
 
 
 def test_a_run_that_a_cpu_cannot_hold_says_so_and_what_to_set(monkeypatch):
-    monkeypatch.setattr("llmrl.train.memory._held", lambda: 0.5 * GIB)
+    monkeypatch.setattr("llmrl.train.planning.memory._held", lambda: 0.5 * GIB)
 
     def rows(pages, **changes):
         monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train import models
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import parse_gpu
-from llmrl.train.memory import plan_memory, remedies, with_changes
+from llmrl.train.models import loading as models
+from llmrl.train.planning.memory import plan_memory, remedies, with_changes
 from llmrl.train.updater import make_updater
 from llmrl.weight_update.groups import weight_groups
 from scripts.memory_table import shape_of
@@ -62,7 +62,7 @@ RANKS = """
 from pathlib import Path
 from llmrl.testing import tiny_tokenizer
 from llmrl.modules.llm.vision import model_class
-from llmrl.train import models
+from llmrl.train.models import loading as models
 from llmrl.train.dealing import deal_batch
 from llmrl.train.distributed import Session
 from tests.support.saved_models import save_tied_as, save_tiny

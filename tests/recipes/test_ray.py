@@ -11,9 +11,9 @@ import pytest
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import EnginePlan
+from llmrl.train.planning.engines import EnginePlan
 from llmrl.train.ray_servers import RayPlan, check_room, connect
-from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.rollouts.engine import RolloutEngine
 from llmrl.train.settings import GRPOConfig
 from tests.support.processes import descendants, is_running, wait_until
 

@@ -12,12 +12,12 @@ from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.errors import ConfigError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.models import load_tokenizer
-from llmrl.train.plan import check_template
-from llmrl.train.preference_data import tokenize_pairs
-from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.data.preferences import tokenize_pairs
+from llmrl.train.data.sft import marked_pieces, tokenize_chats
+from llmrl.train.models.loading import load_tokenizer
+from llmrl.train.planning.plan import check_template
 from llmrl.train.settings import SFTConfig
-from llmrl.train.sft_data import marked_pieces, tokenize_chats
+from llmrl.train.settings.preferences import DPOConfig
 from tests.support.published_templates import base_tokenizer
 from tests.support.saved_models import save_tiny
 

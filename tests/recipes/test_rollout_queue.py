@@ -9,8 +9,8 @@ from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import RolloutError
 from llmrl.modules.llm import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
-from llmrl.train.plan import _staleness
-from llmrl.train.rollout_queue import RolloutQueue
+from llmrl.train.planning.plan import _staleness
+from llmrl.train.rollouts.queue import RolloutQueue
 from llmrl.train.settings import GRPOConfig
 from tests.support.simulated import simulate
 from tests.support.vllm import BackgroundCall, wait_until

@@ -21,10 +21,11 @@ from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.base import SamplingParams
 from llmrl.modules.llm.vision import model_class
 from llmrl.testing import tiny_model, tiny_processor, tiny_tokenizer
-from llmrl.train import checkpointing, models
+from llmrl.train import checkpointing
+from llmrl.train.models import loading as models
 from llmrl.train.distributed import Session
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.reward_model import load_reward_model
+from llmrl.train.settings.preferences import RewardConfig
+from llmrl.train.models.reward import load_reward_model
 from llmrl.train.settings import SFTConfig
 
 def config(model="tiny", kind=SFTConfig):

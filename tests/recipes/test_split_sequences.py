@@ -7,8 +7,8 @@ import torch
 
 from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.testing import tiny_model
-from llmrl.train.memory import plan_memory
-from llmrl.train.model_shape import model_shape
+from llmrl.train.models.shape import model_shape
+from llmrl.train.planning.memory import plan_memory
 from llmrl.train.settings import SFTConfig
 
 RANKS = """

@@ -19,7 +19,7 @@ from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import RolloutError
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.run.files import open_file
-from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.rollouts.engine import RolloutEngine
 from llmrl.train.tasks import Task
 from tests.support.processes import descendants, is_running, wait_until
 

@@ -9,10 +9,10 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
 from llmrl.train.distributed import Session
+from llmrl.train.rollouts.step import StepRollouts
+from llmrl.train.rollouts.token_records import choose_conversations, token_texts
 from llmrl.train.settings import EnvSettings, GRPOConfig
-from llmrl.train.step_rollouts import StepRollouts
 from llmrl.train.tasks import Task
-from llmrl.train.token_records import choose_conversations, token_texts
 
 ENDLESS = 10**6
 

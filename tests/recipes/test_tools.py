@@ -11,8 +11,8 @@ from llmrl.envs.transforms import Transform
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import load_tool
+from llmrl.train.data.sft import tokenize_chats
 from llmrl.train.settings import EnvSettings, SFTConfig
-from llmrl.train.sft_data import tokenize_chats
 from llmrl.train.tasks import Task
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'

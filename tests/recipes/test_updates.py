@@ -16,8 +16,8 @@ from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import LogProbs, Masks
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.testing import tiny_model
+from llmrl.train.data.lengths import microbatches
 from llmrl.train.distributed import Session
-from llmrl.train.row_lengths import microbatches
 from llmrl.train.settings import OptimSettings, SFTConfig
 from llmrl.train.updater import Updater, learning_rate
 from tests.support.saved_models import save_tiny

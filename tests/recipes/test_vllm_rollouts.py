@@ -14,11 +14,11 @@ from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import Gpus, make_engine_plan
-from llmrl.train.models import load_tokenizer
-from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.models.loading import load_tokenizer
+from llmrl.train.planning.engines import Gpus, make_engine_plan
+from llmrl.train.rollouts.engine import RolloutEngine
+from llmrl.train.rollouts.source import RolloutSource
 from llmrl.train.settings import GRPOConfig
 from tests.support.processes import wait_until
 from tests.support.saved_models import save_tiny

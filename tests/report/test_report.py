@@ -20,8 +20,8 @@ from llmrl.report.run_files import read_run
 from llmrl.report.warnings import findings
 from llmrl.run.config import settings
 from llmrl.run.metrics import METRICS
-from llmrl.train.preference_settings import DPOConfig
 from llmrl.train.settings import GRPOConfig
+from llmrl.train.settings.preferences import DPOConfig
 from tests.support.golden import check_golden
 from tests.support.runs import GRPO, evaluation, make_run
 

@@ -14,8 +14,8 @@ from llmrl.envs.llm import DatasetChatEnv
 from llmrl.modules.llm import LLMWrapperBase
 from llmrl.modules.llm.engines import Engine, Generation, StopReason
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.rollout_queue import RolloutQueue
-from llmrl.train.step_rollouts import oldest_versions
+from llmrl.train.rollouts.queue import RolloutQueue
+from llmrl.train.rollouts.step import oldest_versions
 
 PATIENCE_S = 60.0
 

@@ -17,8 +17,8 @@ from llmrl.data.llm.rlhf import PromptTensorDictTokenizer, create_infinite_itera
 from llmrl.data.llm.rlhf.cache import open_or_build
 from llmrl.errors import ConfigError, DataError, DeadlineError
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.preference_data import tokenize_pairs
-from llmrl.train.preference_settings import RewardConfig
+from llmrl.train.data.preferences import tokenize_pairs
+from llmrl.train.settings.preferences import RewardConfig
 from tests.support.processes import wait_until
 
 PAIRS = [

@@ -25,7 +25,7 @@ from llmrl.envs.llm.tool_calls.choice import FORMATS
 from llmrl.errors import ConfigError
 from llmrl.modules.llm import Renderer
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.setting_types import TOOL_FORMATS
+from llmrl.train.settings.types import TOOL_FORMATS
 from tests.support.refusals import refusals
 
 OF_FAMILIES = [MistralFormat(), MistralFormat(named=True), DeepSeekFormat(), DeepSeekFormat(fenced=False)]

@@ -13,9 +13,9 @@ from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import plan_engine
-from llmrl.train.models import load_tokenizer, meta_model
-from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.models.loading import load_tokenizer, meta_model
+from llmrl.train.planning.engines import plan_engine
+from llmrl.train.rollouts.engine import RolloutEngine
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.tasks import Task
 from llmrl.weight_update import publish

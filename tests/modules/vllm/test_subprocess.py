@@ -21,7 +21,7 @@ from llmrl.modules.llm import vLLMWrapper
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
 from llmrl.testing import tiny_model
-from llmrl.train.rollout_queue import RolloutQueue
+from llmrl.train.rollouts.queue import RolloutQueue
 from llmrl.weight_update import publish, weight_groups
 from tests.support.conversations import prompt_after
 from tests.support.processes import descendants, is_running

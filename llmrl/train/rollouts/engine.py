@@ -21,9 +21,9 @@ from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.vision import POSITIONS, read_media
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import EnginePlan, load_engine
+from llmrl.train.planning.engines import EnginePlan, load_engine
 from llmrl.train.ray_servers import RayServers, connect
-from llmrl.train.settings import GRPOConfig
+from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.weight_update import SyncProbe, adapter_folder, publish
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from llmrl.objectives.llm.settings import DistillSettings, RejectionSettings
 from llmrl.settings import Settings
-from llmrl.train.machine_settings import OptimSettings
-from llmrl.train.settings import EnvSettings, GRPOConfig
+from llmrl.train.settings.environment import EnvSettings
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.machine import OptimSettings
 
 
 class PPOSettings(Settings):

@@ -21,15 +21,17 @@ from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.sequence_split import can_share_heads
 from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
-from llmrl.train.algorithm_settings import DistillConfig, PPOConfig
+from llmrl.train.data.lengths import RowLengths
 from llmrl.train.gpus import GPU, find_gpu
-from llmrl.train.lora import num_trained, saved_modules
-from llmrl.train.machine_settings import LoraSettings
-from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.rollout_settings import RolloutSettings
-from llmrl.train.row_lengths import RowLengths
-from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
+from llmrl.train.models.lora import num_trained, saved_modules
+from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
+from llmrl.train.settings.algorithms import DistillConfig, PPOConfig
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.machine import LoraSettings
+from llmrl.train.settings.model import ModelSource
+from llmrl.train.settings.preferences import RewardConfig
+from llmrl.train.settings.rollout import RolloutSettings
+from llmrl.train.settings.sft import SFTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,10 @@ from llmrl.hub import check_repository
 from llmrl.optional import check_installed
 from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of
-from llmrl.train.preference_settings import ANSWER_COLUMNS, PAIR_COLUMNS, PairsConfig
-from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.model import ModelSource
+from llmrl.train.settings.preferences import ANSWER_COLUMNS, PAIR_COLUMNS, PairsConfig
+from llmrl.train.settings.sft import SFTConfig
 
 _EMBEDDED = ("sums", "big_sums", "colours", "sums_mistakes")
 

@@ -15,10 +15,10 @@ from tensordict import TensorDictBase
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.train.distributed import Session
-from llmrl.train.rollout_engine import RolloutEngine
-from llmrl.train.rollout_queue import RolloutQueue
-from llmrl.train.row_source import RowSource
-from llmrl.train.settings import GRPOConfig
+from llmrl.train.rollouts.engine import RolloutEngine
+from llmrl.train.rollouts.queue import RolloutQueue
+from llmrl.train.rollouts.row_source import RowSource
+from llmrl.train.settings.grpo import GRPOConfig
 
 
 class RolloutSource:

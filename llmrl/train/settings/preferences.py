@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from llmrl.settings import Settings
-from llmrl.train.settings import SFTConfig
+from llmrl.train.settings.sft import SFTConfig
 
 
 class PreferenceData(Settings):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl.train.lora import add_adapters
-from llmrl.train.models import load_files, made_model
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.settings import TinyModelSettings
+from llmrl.train.models.loading import load_files, made_model
+from llmrl.train.models.lora import add_adapters
+from llmrl.train.settings.model import TinyModelSettings
+from llmrl.train.settings.preferences import RewardConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

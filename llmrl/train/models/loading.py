@@ -25,10 +25,10 @@ from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.run.files import share_files
 from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of, start_adapter, tokenizer_of
-from llmrl.train.lora import add_adapters, merge_saved, quantization
-from llmrl.train.model_shape import block_matrices
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.settings import ModelSource, TinyModelSettings
+from llmrl.train.models.lora import add_adapters, merge_saved, quantization
+from llmrl.train.models.shape import block_matrices
+from llmrl.train.settings.model import ModelSource, TinyModelSettings
+from llmrl.train.settings.preferences import RewardConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin

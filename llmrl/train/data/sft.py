@@ -23,14 +23,14 @@ from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import MEDIA, Media, has_images, write_media
 from llmrl.run.console import Sample
-from llmrl.train.data_record import DataRecord
-from llmrl.train.row_lengths import RowLengths
-from llmrl.train.settings import SFTConfig, SFTData
+from llmrl.train.data.lengths import RowLengths
+from llmrl.train.data.record import DataRecord
+from llmrl.train.settings.sft import SFTConfig, SFTData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llmrl.train.preference_settings import PreferenceData
+    from llmrl.train.settings.preferences import PreferenceData
 
 _EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations, "colours": colours_demonstrations}
 AT_ONCE = 1024  # rows per call of the tokenizer

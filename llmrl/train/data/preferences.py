@@ -20,9 +20,10 @@ from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss, KTOLoss
 from llmrl.run.console import Sample
+from llmrl.train.data.sft import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 from llmrl.train.environments import is_file
 from llmrl.train.held_out import tokenize_held_out
-from llmrl.train.preference_settings import (
+from llmrl.train.settings.preferences import (
     ANSWER_COLUMNS,
     PAIR_COLUMNS,
     DPOConfig,
@@ -30,7 +31,6 @@ from llmrl.train.preference_settings import (
     PairsConfig,
     RewardConfig,
 )
-from llmrl.train.sft_data import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

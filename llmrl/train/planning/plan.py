@@ -15,28 +15,31 @@ from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.optional import check_installed
 from llmrl.run.console.numbers import counted
-from llmrl.train.algorithm_settings import PPOConfig
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
 from llmrl.train.critic import check_critic
+from llmrl.train.data.lengths import RowLengths
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
 from llmrl.train.held_out import count_shared
-from llmrl.train.lora import lora_rows
-from llmrl.train.memory import longest_row, memory_rows, trainer_gpus
-from llmrl.train.model_shape import ModelShape, model_shape
-from llmrl.train.models import check_rows, load_tokenizer, meta_model
+from llmrl.train.models.loading import check_rows, load_tokenizer, meta_model
+from llmrl.train.models.lora import lora_rows
+from llmrl.train.models.shape import ModelShape, model_shape
 from llmrl.train.optimizers import import_optimizer
-from llmrl.train.row_lengths import RowLengths
-from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
+from llmrl.train.planning.engines import EnginePlan, plan_engine, replays_routes
+from llmrl.train.planning.memory import longest_row, memory_rows, trainer_gpus
+from llmrl.train.settings.algorithms import PPOConfig
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.machine import OptimSettings
+from llmrl.train.settings.model import ModelSource, TinyModelSettings
+from llmrl.train.settings.sft import SFTConfig
 from llmrl.train.tasks import Task, eval_rows, training_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.modules.llm.vision import Media
+    from llmrl.train.data.sft import TokenizedRows
     from llmrl.train.run import Run
-    from llmrl.train.sft_data import TokenizedRows
 
 Rows = list[tuple[str, str]]
 

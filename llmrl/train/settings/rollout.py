@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from llmrl.settings import Settings
-from llmrl.train.setting_types import ENGINES, EngineName, named
+from llmrl.train.settings.types import ENGINES, EngineName, named
 
 _SETTINGS = {  # arguments of vLLM that have a setting of their own
     "gpu_memory_utilization": "rollout.gpu_memory",

@@ -16,8 +16,8 @@ from tensordict import TensorDictBase
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.policies.columns import from_plain, to_plain
-from llmrl.train.row_source import RowSource
-from llmrl.train.step_rollouts import oldest_versions
+from llmrl.train.rollouts.row_source import RowSource
+from llmrl.train.rollouts.step import oldest_versions
 
 _COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restarted")
 

@@ -21,8 +21,8 @@ from llmrl.modules.llm.policies.columns import is_plain, trained_keys
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout, ToolCallRecord
-from llmrl.train.sft_data import marked_pieces
-from llmrl.train.token_records import TokenWatch, choose_conversations, prompt_id, token_record
+from llmrl.train.data.sft import marked_pieces
+from llmrl.train.rollouts.token_records import TokenWatch, choose_conversations, prompt_id, token_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

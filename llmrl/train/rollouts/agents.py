@@ -28,7 +28,7 @@ from llmrl.modules.llm.conversation import SampledTurn
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.train.distributed import Session
-from llmrl.train.settings import GRPOConfig
+from llmrl.train.settings.grpo import GRPOConfig
 
 _LOOK_S = 0.1  # between looks at whether rollouts were stopped
 _COUNTED = ("calls", "trained", "rows", "rewritten", "replayed", "overridden/temperature", "overridden/top_p")

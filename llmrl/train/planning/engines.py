@@ -18,12 +18,12 @@ from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.routers import why_not_replayed
 from llmrl.modules.llm.vision import vision_tower
+from llmrl.train.data.lengths import RowLengths
 from llmrl.train.gpus import GPU
-from llmrl.train.memory import engine_share, longest_row, trainer_gpus
-from llmrl.train.model_shape import model_shape
+from llmrl.train.models.shape import model_shape
+from llmrl.train.planning.memory import engine_share, longest_row, trainer_gpus
 from llmrl.train.ray_servers import RayPlan, check_room, connect
-from llmrl.train.row_lengths import RowLengths
-from llmrl.train.settings import GRPOConfig
+from llmrl.train.settings.grpo import GRPOConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

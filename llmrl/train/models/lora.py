@@ -23,9 +23,10 @@ from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.modules.llm.vision import vision_tower
 from llmrl.optional import require
 from llmrl.train.adapter_files import lora_settings, read_settings, start_adapter
-from llmrl.train.model_shape import ModelShape, model_shape
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.settings import GRPOConfig, ModelSource, TinyModelSettings
+from llmrl.train.models.shape import ModelShape, model_shape
+from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.settings.model import ModelSource, TinyModelSettings
+from llmrl.train.settings.preferences import RewardConfig
 from llmrl.weight_update.groups import whole
 from llmrl.weight_update.lora import ADAPTER_FILE, merged_weights
 

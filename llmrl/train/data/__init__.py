@@ -1,0 +1,1 @@
+"""Rows of examples and of pairs, and what a run remembers of its data."""

@@ -1,0 +1,1 @@
+"""Loading what is trained: weights, adapters, their shape."""

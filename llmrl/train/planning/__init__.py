@@ -1,0 +1,1 @@
+"""What a run will do, before it loads weights: the plan, memory, engines."""

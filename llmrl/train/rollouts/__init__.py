@@ -1,0 +1,1 @@
+"""Where a step gets its rows from: engine, queue, environments, agents."""
