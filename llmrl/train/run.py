@@ -353,8 +353,10 @@ class Run(AbstractContextManager):
             for metric, label in evaluator.measures.items():
                 changes.append((label, before.get(metric), self._metrics.get(metric)))
         logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
-        is_measurable = evaluator is not None or getattr(self.config, "env", None) is not None
-        following = [f"llmrl {'resume' if self._interrupted else 'eval' if is_measurable else 'show'} {self.path}"]
+        env = getattr(self.config, "env", None)
+        agent = getattr(env, "agent", None) is not None  # which answers through the server, and is not measured here
+        measured = "serve" if agent else "eval" if evaluator is not None or env is not None else "show"
+        following = [f"llmrl {'resume' if self._interrupted else measured} {self.path}"]
         # Those of the report, because a run that is read in a terminal must not end as if all were well.
         warnings = findings(files) if files else []
         print_summary(
