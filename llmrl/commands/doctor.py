@@ -34,6 +34,7 @@ _EXTRAS = {
     "math_verify": ("math", "symbolic answer checks"),
     "langdetect": ("ifeval", "IFEval's check of the language"),
     "PIL": ("vision", "images in conversations"),
+    "gguf": ("real", "scripts/real_model, a small chat model"),
     "wandb": ("wandb", "mirroring to Weights & Biases"),
     "tensorboard": ("tensorboard", "mirroring to TensorBoard"),
     "mlflow": ("mlflow", "mirroring to MLflow"),
@@ -54,6 +55,9 @@ def checks() -> list[Finding]:
     chromium = find_chromium()
     where = f"{chromium}: the" if chromium else "not found: run scripts/setup --browser for the"
     found += [_sandbox(), Finding("chromium", True if chromium else None, f"{where} browser tool")]
+    model = Path("models/smollm2")
+    made = (model / "complete").exists()
+    found.append(Finding("small model", made or None, f"{model}" if made else f"scripts/real_model makes {model}"))
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     found.append(Finding("disk", free > 1, f"{free:.1f} GiB free in {Path.cwd()}"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
