@@ -121,7 +121,7 @@ def _output(command: Sequence[str], base_url: str, key: str, row: Row, end: floa
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # for functions that this process can import
     # Files, not pipes: a process that the program leaves behind would keep a pipe open.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        given.write(json.dumps(dict(row), default=str).encode())
+        given.write(_as_json(row).encode())
         given.seek(0)
         streams = {"stdin": given, "stdout": out, "stderr": errors}
         environment = {**os.environ, "PYTHONPATH": path, **address}
@@ -145,6 +145,19 @@ def _output(command: Sequence[str], base_url: str, key: str, row: Row, end: floa
             f"agent: the last line that {command[0]} prints must be a number or a JSON object: got {last!r:.200}; "
             f"its errors: {complaints[-_SHOWN:].strip() or 'none'}"
         ) from None
+
+
+def _as_json(row: Row) -> str:
+    parts = []
+    for name, value in row.items():
+        try:
+            parts.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
+        except (TypeError, ValueError) as error:
+            raise RolloutError(
+                f"agent: a program gets its row as JSON, which cannot hold the column {name!r}: {error}; leave the "
+                "column out, or name a function, which gets the row as it is."
+            ) from None
+    return "{" + ", ".join(parts) + "}"
 
 
 def _text(stream: Any) -> str:

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from llmrl.collectors.llm.rollout import ConversationsStopped
 from llmrl.data.ragged.tensordicts import column_values
+from llmrl.endpoint.agents import Agent
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.objectives.llm import Algorithm
 from llmrl.objectives.llm.settings import GRPOSettings
@@ -143,6 +144,12 @@ def test_a_rollout_has_its_reward_or_is_a_failure_with_a_reason(agents, rollouts
         assert torch.allclose(rewards, torch.tensor(reward))
     assert error in rollouts.first_error
     assert len({column_values(data, "prompt")[row] for row in done.nonzero().flatten().tolist()}) == 2
+
+
+def test_a_program_gets_no_text_of_what_json_cannot_hold():
+    agent = Agent(command=["true"])
+    outcome = agent.call("http://x", "key", {"picture": b"x"}, timeout_s=5, stopped=lambda: False)
+    assert "cannot hold the column 'picture'" in outcome.error
 
 
 def test_an_agent_that_is_late_is_refused_and_what_a_program_leaves_behind_is_ended(agents, rollouts_of, place):
