@@ -419,7 +419,7 @@ def _lock(run: RunDir) -> AbstractContextManager[None]:
 
 def _check_fixed(run: RunDir, config: Any) -> None:
     """Raises ConfigError that names each changed setting that a resumed run must keep."""
-    before = load_config(type(config), run.read_config()).config
+    before = load_config(type(config), run.read_config(), written=True).config
     faults = []
     for name in getattr(config, "FIXED", ()):
         was, is_now = (operator.attrgetter(name)(values) for values in (before, config))

@@ -60,7 +60,7 @@ def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[s
     if info.get("command") not in RECIPES:
         raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
     recipe = RECIPES[info["command"]]
-    return recipe, info, load_config(recipe.settings(), run.read_config(), overrides, of_run=True)
+    return recipe, info, load_config(recipe.settings(), run.read_config(), overrides, written=True)
 
 
 @contextmanager

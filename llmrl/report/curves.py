@@ -14,7 +14,7 @@ from llmrl.run.metrics import METRICS
 MOST_POINTS = 1000  # per line; longer runs keep the extremes
 SECTIONS = {  # of the page, with the families of metrics that belong there unless in `CHARTS`
     "Learning": ("reward", "preference", "data"),
-    "Answers": ("tokens", "group", "rollout"),
+    "Answers": ("tokens", "group", "rollout", "agent"),
     "Policy": ("policy", "router"),
     "Engine and trainer": ("mismatch", "async"),
     "Speed": ("perf", "time", "engine"),

@@ -63,13 +63,15 @@ class Setting:
 
 
 def load_config(
-    model_cls: type[Model], given: Source | Path | str | None, overrides: Sequence[str] = (), *, of_run: bool = False
+    model_cls: type[Model], given: Source | Path | str | None, overrides: Sequence[str] = (), *, written: bool = False
 ) -> Loaded[Model]:
     """Fills ``model_cls`` from YAML (None: defaults only), then from overrides such as ``optim.lr=2e-6``.
 
     An override's value is YAML (``clip=[0.2, 0.3]``). If two set the same name, the later wins. An override that names
-    a whole section replaces it. ``of_run``: a run wrote the file, maybe an earlier version, which took settings without
-    effect; a validator's context has "changed", the names that the overrides set.
+    a whole section replaces it.
+
+    ``written``: a run wrote the file, maybe an earlier version, which took settings without effect. Of such a file, and
+    of a packaged recipe, a validator judges what the overrides set: its context has their names as "changed".
 
     Returns  the model, with the origin of each value that was given
     Raises   ConfigError that lists the first 50 faults: unreadable file, repeated key, unknown name, value out of range
@@ -79,8 +81,9 @@ def load_config(
     if problems:
         raise ConfigError("\n".join(problems))
     try:
-        changed = {text.partition("=")[0] for text in overrides}
-        config = model_cls.model_validate(source.data, context={"changed": changed} if of_run else None)
+        written = written or given in recipe_names().values()
+        changed = {text.partition("=")[0] for text in overrides} if written else None
+        config = model_cls.model_validate(source.data, context={"changed": changed})
     except ValidationError as error:
         known = list(settings(model_cls))
         faults = _without_other_members(error.errors()[: 10 * _MAX_FAULTS], source)

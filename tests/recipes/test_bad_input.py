@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmrl.errors import ConfigError
 from llmrl.objectives.llm import SFTLoss
-from llmrl.run.config import load_config
+from llmrl.run.config import find_recipe, load_config
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.data.sft import tokenize_chats
 from llmrl.train.settings import GRPOConfig, SFTConfig
@@ -163,6 +163,15 @@ def test_a_setting_without_effect_is_refused_and_taken_beside_what_it_needs(plac
         load_config(config, None, overrides)
     if needed:
         load_config(config, None, [*overrides, *re.split(r" (?=[a-z_.]+=)", needed)])
+
+
+def test_a_packaged_recipe_is_judged_by_what_is_set_beside_it(place):
+    """Its evaluation of problems has no effect on rows of the user's own; what the user sets has one, or is refused."""
+    rows = ["env={name: chat, dataset: prompts.jsonl, reward: 'vowels:share'}", "model=tiny"]
+    assert load_config(GRPOConfig, find_recipe("gsm8k_grpo"), rows).config.eval.rows == 500
+    for setting in ("eval.every=3", "eval={every: 3}"):
+        with pytest.raises(ConfigError, match=r"eval\.every  needs rows that are not trained on"):
+            load_config(GRPOConfig, find_recipe("gsm8k_grpo"), [*rows, setting])
 
 
 def test_all_settings_that_need_others_have_an_example():

@@ -155,8 +155,8 @@ def test_pairs_with_images_have_the_log_probs_of_the_model_and_its_pixels(place)
 def test_pairs_with_images_that_cannot_be_trained_are_refused(place):
     path = pairs_of(place, [[(16, 24)], [(9, 9)]])
     words = ("a reward model reads text alone", "Qwen2VLForConditionalGeneration", "llmrl dpo")
-    place.plan("reward", model=VISION, data={"path": path}, code=2, words=words)
-    place.plan("reward", data={"path": path}, code=3, words=("images need the model's processor",))
+    place.plan("reward", model=VISION, data={"path": path}, eval={"rows": 500}, code=2, words=words)
+    place.plan("reward", data={"path": path}, eval={"rows": 500}, code=3, words=("images need the model's processor",))
     place.plan("dpo", data={"path": path}, code=3, words=("images need the model's processor",))
     parts = [{"type": "image", "image": str(place.path / "0-0.png")}, {"type": "text", "text": "this"}]
     row = {"prompt": "Which?", "chosen": [{"role": "assistant", "content": parts}], "rejected": "none"}

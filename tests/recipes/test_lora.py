@@ -127,7 +127,7 @@ def test_supervised_training_is_that_of_a_loop_with_peft_alone(place, tied, save
 
 
 def test_a_run_of_grpo_begins_at_its_reference_and_goes_on_from_its_adapters(place):
-    changes = {"lora": LORA, "grpo": {"kl": 0.1}, "checkpoint": {"every": 2}, "eval": {"rows": 4}}
+    changes = {"lora": LORA, "grpo": {"kl": 0.1}, "checkpoint": {"every": 2}}
     place.train("grpo", "one", steps=4, **changes)
     kl = [row["policy/kl_ref"] for row in place.steps("one")]
     assert kl[0] == 0

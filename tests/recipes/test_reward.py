@@ -18,6 +18,7 @@ from tests.support.training_rows import worst
 
 FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
 ROWS = sums_preferences("test")[:6]
+ALL = {"rows": 500}  # the default: a file has no other pairs to measure
 PAIR = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five or more"}
 
 
@@ -143,7 +144,7 @@ def test_a_margin_comes_from_the_data(place, level):
     place.rows("pairs.jsonl", rows)
     for name, column in (("a", "gap"), ("b", None)):
         data = {"path": "pairs.jsonl", "margin_column": column}
-        place.train("reward", name, steps=1, data=data, reward={"level": level}, batch_size=6)
+        place.train("reward", name, steps=1, data=data, reward={"level": level}, batch_size=6, eval=ALL)
     with_margin, without = place.steps("a")[0], place.steps("b")[0]
     assert with_margin["preference/margin"] == pytest.approx(without["preference/margin"])
     assert with_margin["policy/loss"] > without["policy/loss"] + 0.3
@@ -186,5 +187,5 @@ def test_eval_ranks_held_out_pairs_of_the_run_and_of_a_file(place):
 def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place, name):
     """Regression: with an ending in capitals the pairs that were trained on were measured."""
     file = place.rows(name, [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
-    place.train("reward", "judge", steps=1, words=["llmrl show"], data={"path": file}, eval={})
+    place.train("reward", "judge", steps=1, words=["llmrl show"], data={"path": file}, eval=ALL)
     place.run("eval", "judge", code=2, words=["--data FILE"])

@@ -81,7 +81,7 @@ class ModelSource(Settings):
         faults = [
             InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=path, input=None)
             for path, text in settings_without_effect(self)
-            if changed is None or ".".join(path) in changed
+            if changed is None or any(".".join(path[: n + 1]) in changed for n in range(len(path)))
         ]
         if faults:
             raise ValidationError.from_exception_data(type(self).__name__, faults)
