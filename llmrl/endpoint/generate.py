@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +95,7 @@ class GenerateRequest(BaseModel):
 
 @dataclass
 class Generated:
-    """The answer to one request."""
+    """The answer to one request; it has no events, because `GenerateRequest.read` refuses a stream."""
 
     request: GenerateRequest
     completion: Completion
@@ -116,6 +115,3 @@ class Generated:
         prompt = self.request.token_ids if self.request.return_token_ids else None
         body = {"request_id": f"gen-{self.completion.id}", "choices": choices, "prompt_token_ids": prompt}
         return {**body, "usage": self.completion.usage()}
-
-    def events(self) -> Iterator[str]:
-        raise NotImplementedError("GenerateRequest.read refuses a stream")

@@ -1,1 +1,1 @@
-"""What a run will do, before it loads weights: the plan, memory, engines."""
+"""The plan of a run, made before weights are loaded: its parts, memory, engines, early errors."""

@@ -1,1 +1,1 @@
-"""Where a step gets its rows from: engine, queue, environments, agents."""
+"""Sources of a step's rows: engine, queue, environments, agents."""

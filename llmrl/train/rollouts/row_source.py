@@ -1,4 +1,4 @@
-"""What a step's rollouts are drawn from: the conversations of an environment, or the calls of an agent."""
+"""`RowSource`: conversations of an environment, or calls of an agent, from which a step's rollouts are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all recipes have: the model, precision, optimizer, checkpoints, processes."""
+"""Settings of all recipes: the model, precision, optimizer, checkpoints, processes."""
 
 from __future__ import annotations
 
