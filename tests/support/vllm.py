@@ -63,11 +63,20 @@ def left_in_memory(used=()):
 
 
 def open_sockets():
-    count = 0
+    """The inodes of this process's sockets, as `socket:[inode]`."""
+    targets = set()
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own descriptor
-            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")
-    return count
+            targets.add(os.readlink(f"/proc/self/fd/{entry}"))
+    return {target for target in targets if target.startswith("socket:")}
+
+
+def wait_until_empty(left):
+    """Waits until nothing is left of what the function returns, and otherwise says what is."""
+    try:
+        wait_until(lambda: not left())
+    except AssertionError:
+        raise AssertionError(f"left: {left()}") from None
 
 
 class BackgroundCall(threading.Thread):
