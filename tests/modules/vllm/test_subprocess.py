@@ -5,6 +5,7 @@ and nothing is left however it ends. Processes are really killed.
 import copy
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -315,13 +316,14 @@ def test_calls_end_when_the_process_dies_and_a_new_one_has_the_weights(engine, m
     wait_until(is_drawing(engine, 24))
     pid = process(engine).pid
     os.kill(pid, signal.SIGABRT)
+    killed = "killed by SIG(ABRT|SEGV)"  # Python prints the stacks of threads that still run, which can itself fault
     for call in calls:
-        with pytest.raises(RolloutError, match=r"Its last lines:(?s:.*)in run_engine_core") as caught:  # the stack
+        with pytest.raises(RolloutError, match=r"Its last lines:\n +File .*, line \d+,? in ") as caught:  # the stack
             call.result()
-        assert f"while generating 3 rows: process {pid} (EngineCore) was killed by SIGABRT." in str(caught.value)
-    with pytest.raises(RolloutError, match="was killed by SIGABRT"):
+        assert re.search(rf"while generating 3 rows: process {pid} \(EngineCore\) was {killed}\.", str(caught.value))
+    with pytest.raises(RolloutError, match=f"was {killed}"):
         engine.generate(PROMPTS, SHORT)
-    with pytest.raises(WeightSyncError, match=r"was killed by SIGABRT(?s:.*)Nothing was updated"):
+    with pytest.raises(WeightSyncError, match=rf"was {killed}(?s:.*)Nothing was updated"):
         publish(model, engine)
     with pytest.raises(WeightSyncError, match=f"restart needs the weights of version {version}"):
         engine.restart()
