@@ -33,6 +33,7 @@ _EXTRAS = {
     "playwright": ("browser", "the browser tool"),
     "math_verify": ("math", "symbolic answer checks"),
     "langdetect": ("ifeval", "IFEval's check of the language"),
+    "reasoning_gym": ("reasoning", "the tasks of reasoning-gym"),
     "PIL": ("vision", "images in conversations"),
     "gguf": ("real", "scripts/real_model, a small chat model"),
     "wandb": ("wandb", "mirroring to Weights & Biases"),

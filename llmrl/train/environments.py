@@ -14,6 +14,7 @@ from llmrl.envs.llm.tasks.countdown import CountdownEnv
 from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.envs.llm.tasks.ifeval import IFEvalEnv
 from llmrl.envs.llm.tasks.math import MATHEnv
+from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.llm.tasks.sums import big_sums_problems, sums_problems
 from llmrl.envs.llm.tasks.task import TaskEnv
 from llmrl.errors import ConfigError, did_you_mean
@@ -22,6 +23,7 @@ from llmrl.loading import load_object
 Row = Mapping[str, Any]
 
 _PUBLIC: dict[str, type[TaskEnv]] = {"gsm8k": GSM8KEnv, "math": MATHEnv, "countdown": CountdownEnv, "ifeval": IFEvalEnv}
+_PUBLIC["reasoning_gym"] = ReasoningGymEnv
 _EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems, "colours": colours_problems}
 # Keywords that a recipe passes to an environment.
 _FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")
@@ -52,14 +54,14 @@ def is_task(maker: Callable[..., DatasetChatEnv]) -> bool:
 
 
 def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_reward: bool) -> None:
-    """Checks that a recipe can make a user-defined environment, without making it.
+    """Checks that a recipe can make an environment that takes options, without making it.
 
     options      keyword arguments from ``env.options``
     has_dataset  the settings give rows; ``has_reward``: the settings give a reward
     Raises       ConfigError for a missing method, parameter, or rows
     """
     maker = env_maker(name)
-    own = name.partition(":")[2]
+    own = name.rpartition(":")[2]
     has_own_reward = (
         not is_task(maker) or hasattr(maker, "SCORER") or maker.scorer.__func__ is not TaskEnv.scorer.__func__
     )
@@ -93,11 +95,18 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
         raise ConfigError(f"environment: {own}{signature}: {error}; give it in env.options.") from None
 
 
-def env_rows(name: str, dataset: str | None, *, split: str, config: str | None) -> Sequence[Row]:
-    """The rows of an environment, or of ``dataset`` in their place. Raises DataError for data that cannot be read."""
+def env_rows(
+    name: str, dataset: str | None, *, split: str, config: str | None, options: Mapping[str, Any] | None = None
+) -> Sequence[Row]:
+    """The rows of an environment, or of ``dataset`` in their place. Raises DataError for data that cannot be read.
+
+    A task's ``rows`` gets those of its ``options`` that it has parameters for.
+    """
     maker = env_maker(name)
     if is_task(maker):
-        return maker.rows(dataset, name=config, split=split)
+        asked = inspect.signature(maker.rows).parameters.keys() - {"dataset", "name", "split"}
+        given = {option: value for option, value in (options or {}).items() if option in asked}
+        return maker.rows(dataset, name=config, split=split, **given)
     if dataset is None:
         return _EMBEDDED[name](split)
     return load_rows(dataset, split=split, name=config)

@@ -17,6 +17,7 @@ from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.rewards.judge import JudgeReward
 from llmrl.envs.llm.tasks.colours import colours_reward
+from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.reward import RewardFunction, make_rewards
@@ -41,7 +42,7 @@ _AT_ONCE = 1024  # prompts that are tokenised together
 
 def training_rows(env: EnvSettings) -> Sequence[Row]:
     """The rows whose prompts rollouts start from. Raises DataError for data that are missing or empty."""
-    return env_rows(env.name, env.dataset, split=env.split, config=env.config)
+    return env_rows(env.name, env.dataset, split=env.split, config=env.config, options=env.options)
 
 
 def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
@@ -50,8 +51,9 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
         return None  # it is not measured
     if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
         return None
-    rows = env_rows(env.name, settings.dataset or env.dataset, split=settings.split, config=env.config)
-    return [rows[index] for index in range(min(len(rows), settings.rows or len(rows)))]
+    dataset = settings.dataset or env.dataset
+    rows = env_rows(env.name, dataset, split=settings.split, config=env.config, options=env.options)
+    return [rows[index] for index in range(min(len(rows), settings.rows or len(rows)))] or None
 
 
 def _nothing(completion: str) -> float:
@@ -142,6 +144,14 @@ class Task:
         """The tool transform, of which each environment has a copy; None without tools."""
         return next((transform for transform in self._acting if isinstance(transform, ToolTransform)), None)
 
+    def about(self, settings: EvalSettings) -> str:
+        """What a task says of itself in the plan; "" for most."""
+        env, maker = self.settings, env_maker(self.settings.name)
+        if env.agent is not None or not is_task(maker):
+            return ""
+        options = env.options if env.dataset is None else {}
+        return maker.about(None if settings.dataset else settings.split, **options)
+
     @property
     def reward_weights(self) -> dict[NestedKey, float]:
         """The column of each reward function that counts, and its weight."""
@@ -208,6 +218,8 @@ class Task:
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
             return list(make_rewards(specs, tokenizer=self.tokenizer, load=load))
         maker = env_maker(settings.name)
+        if maker is ReasoningGymEnv:
+            return [maker.scorer(self.tokenizer, **shared)]
         if is_task(maker):
             return [maker.scorer(self.tokenizer)]
         if maker is not DatasetChatEnv:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from llmrl.envs.llm.tasks.ifeval import IFEvalEnv, IFEvalScoreData, IfEvalScorer
     from llmrl.envs.llm.tasks.math import MATHEnv, MATHRewardParser
     from llmrl.envs.llm.tasks.mlgym import MLGymWrapper, make_mlgym
+    from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
     from llmrl.envs.llm.tasks.task import TaskEnv
     from llmrl.envs.llm.token_env import LLMEnv, LLMHashingEnv
 else:
@@ -32,6 +33,7 @@ __all__ = [
     "MATHEnv",
     "MATHRewardParser",
     "MLGymWrapper",
+    "ReasoningGymEnv",
     "TaskEnv",
     "make_gsm8k_env",
     "make_mlgym",

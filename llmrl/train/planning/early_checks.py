@@ -31,6 +31,9 @@ def check_packages(config: ModelSource) -> None:
             needed["bitsandbytes"] = ("lora.quantize", config.lora.quantize, "qlora")
     if config.optim.name == "adamw_8bit":
         needed["torchao"] = ("optim.name", config.optim.name, "optim")
+    env = getattr(config, "env", None)
+    if env is not None and env.name == "reasoning_gym":
+        needed["reasoning_gym"] = ("env.name", env.name, "reasoning")
     if isinstance(config, GRPOConfig):
         if config.rollout.ray:
             needed["ray"] = ("rollout.ray", config.rollout.ray, "ray")

@@ -299,6 +299,7 @@ def _grpo_plan(
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
         *_agent(config),
+        *([("env", about)] if (about := task.about(config.eval)) else []),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
         *_not_used(_unused_columns(task, prepared), task.unused_keys),
         ("keep", _checkpoints(config)),

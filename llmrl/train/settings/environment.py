@@ -103,10 +103,10 @@ class EnvSettings(Settings):
     NEEDS_REWARD: ClassVar[bool] = True  # False: without any, every answer has the reward 0
     name: EnvName = Field(
         "chat",
-        description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval: with their prompts and "
-        "rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your own class",
+        description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval, reasoning_gym: with "
+        "their prompts and rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your own class",
     )
-    options: dict[str, Any] = Field({}, description="arguments of your own environment, by name")
+    options: dict[str, Any] = Field({}, description="arguments of your own environment or of reasoning_gym, by name")
     agent: AgentSettings | None = Field(
         None,
         description="an agent of your own, called with each row of the data, in place of prompt, tools, user and "
@@ -175,6 +175,10 @@ class EnvSettings(Settings):
         return self.max_turns if self.on_rewrite == "new_record" else 1
 
     @property
+    def _takes_options(self) -> bool:
+        return ":" in self.name or self.name == "reasoning_gym"
+
+    @property
     def _has_reward(self) -> bool:
         return self.reward is not None or self.rewards is not None
 
@@ -199,7 +203,7 @@ class EnvSettings(Settings):
         for column in ("prompt_column", "answer_column"):
             if self.name not in ("chat", "sums", "big_sums", "colours") and getattr(self, column) is not None:
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
-        if self.options and ":" not in self.name:
+        if self.options and not self._takes_options:
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
         for name, value in (("tools", self.tools), ("user", self.user)):
             if value and self.max_turns < 2:
@@ -231,7 +235,7 @@ class EnvSettings(Settings):
         for number, tool in enumerate(self.tools):
             name, options = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
             checks["tools", number] = partial(check_tool, name, options)
-        if ":" in self.name:  # imported here: these two import torch
+        if self._takes_options:  # imported here: these two import torch
             from llmrl.train.environments import check_env
 
             has_reward = self._has_reward or not self.NEEDS_REWARD

@@ -90,6 +90,11 @@ class TaskEnv(DatasetChatEnv):
         return cls.SCORER(tokenizer=tokenizer)
 
     @classmethod
+    def about(cls, eval_split: str | None, **options: Any) -> str:
+        """What the plan of a run says of the task; ``eval_split`` is measured, ``options`` are the environment's."""
+        return ""
+
+    @classmethod
     def prompt_rows(cls, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """`prompt_row` of every row, counted from 1."""
         return [cls.prompt_row(row, number) for number, row in enumerate(checked_rows(rows, cls.__name__), 1)]
