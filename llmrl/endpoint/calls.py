@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,11 +54,11 @@ def _arguments(value: Any) -> str:
 
 @dataclass
 class Question:
-    """A request: the `identity` of its tools and messages, its number among all requests, the call that it continues,
+    """A request: the ``place`` of its tools and messages, its number among all requests, the call that it continues,
     and, if the template keeps it from continuing one, the number of that one's path.
     """
 
-    keys: Key
+    place: int
     number: int
     parent: Call | None = None
     continues: int | None = None
@@ -74,6 +75,16 @@ class Call:
     children: list[Call] = field(default_factory=list)
 
 
+def _length(call: Call) -> int:
+    return len(call.turn.stream)
+
+
+def _known(messages: Sequence[Message], parent: Call) -> list[Message]:
+    """The messages, those up to the answer of ``parent`` as the template knows them: a client may drop reasoning."""
+    known = [*parent.turn.messages, parent.turn.message]
+    return [*known, *messages[len(known) :]]
+
+
 class CallGraph:
     """The calls of a rollout. Its methods may be called by several threads.
 
@@ -86,7 +97,11 @@ class CallGraph:
         self.seed = seed
         self.calls: list[Call] = []
         self.counters: Counter[str] = Counter()
-        self._by_messages: dict[Key, Call] = {}  # the newest call of each conversation with its answer
+        # A conversation has a number, its place: that of the conversation without the last message leads to it. So a
+        # request is compared once with what was asked before, however many calls that were.
+        self._places: dict[tuple[int, Any], int] = {}
+        self._answered: dict[int, Call] = {}  # the newest call at the place of its prompt and answer
+        self._streams: list[Call] = []  # sorted by the number of ids
         self._num_asked = 0
         self._lock = threading.Lock()
 
@@ -96,41 +111,51 @@ class CallGraph:
         """Answers of ``sampler`` to a client's messages, or to the ids that it made of them; they continue an earlier
         call if there is one to continue.
         """
-        is_ids = isinstance(messages, Tensor)
-        keys = ("ids", tuple(messages.tolist())) if is_ids else (repr(tools), *map(identity, messages))
         with self._lock:
-            asked = Question(keys, self._num_asked)
+            number = self._num_asked
             self._num_asked += 1
+        place, parent = self._find(messages, tools)
+        asked = Question(place, number, parent)
         if self.seed is not None and options.get("seeds") is None:
             count = options.get("count", 1)
             options["seeds"] = row_seeds(self.seed, [asked.number] * count, range(count)).tolist()
-        if is_ids:
-            asked.parent = self._prefix(messages)
-            after = None if asked.parent is None else asked.parent.turn
-            return asked, sampler.sample(messages, after=after, **options)
-        asked.parent = self._continued(asked.keys)
-        if asked.parent is not None:
-            # Turns that were sampled stay as the template knows them: the client's copy may lack their reasoning.
-            turn = asked.parent.turn
-            known = [*turn.messages, turn.message]
+        if isinstance(messages, Tensor):
+            return asked, sampler.sample(messages, after=None if parent is None else parent.turn, **options)
+        if parent is not None:
             try:
-                messages = [*known, *messages[len(known) :]]
-                return asked, sampler.sample(messages, tools=tools, after=turn, **options)
+                return asked, sampler.sample(_known(messages, parent), tools=tools, after=parent.turn, **options)
             except RewriteError:
-                asked.continues, asked.parent = asked.parent.root, None
+                asked.continues, asked.parent = parent.root, None
         return asked, sampler.sample(messages, tools=tools, **options)
 
-    def _continued(self, keys: Key) -> Call | None:
-        with self._lock:
-            earlier = (self._by_messages.get(keys[:end]) for end in range(len(keys) - 1, 2, -1))
-            return next((call for call in earlier if call is not None), None)
+    def prompt(self, sampler: TurnSampler, messages: Sequence[Message], *, tools: Any = None) -> Tensor:
+        """int64[P]: the ids that `sample` would be asked with; nothing is recorded."""
+        _, parent = self._find(messages, tools)
+        if parent is not None:
+            try:
+                return sampler.prompt(_known(messages, parent), tools=tools, after=parent.turn)
+            except RewriteError:
+                pass  # rendered as a whole then, as in `sample`
+        return sampler.prompt(messages, tools=tools)
 
-    def _prefix(self, ids: Tensor) -> Call | None:
-        """The call with the longest prompt and answer that ``ids`` begin with."""
+    def _find(self, messages: Sequence[Message] | Tensor, tools: Any) -> tuple[int, Call | None]:
+        """The place of a request, and the call with the longest conversation that it continues."""
+        if isinstance(messages, Tensor):
+            with self._lock:
+                shorter = bisect_left(self._streams, len(messages), key=_length)
+                earlier = reversed(self._streams[:shorter])
+                parent = next((c for c in earlier if messages[: _length(c)].equal(c.turn.stream)), None)
+                return self._next(0, ("ids", messages.numpy().tobytes())), parent
+        keys, parent = [identity(message) for message in messages], None
         with self._lock:
-            streams = [(call.turn.stream, call) for call in self.calls]
-        known = [(len(s), n) for n, (s, _) in enumerate(streams) if len(s) < len(ids) and ids[: len(s)].equal(s)]
-        return streams[max(known)[1]][1] if known else None
+            place = self._next(0, ("tools", repr(tools)))
+            for key in keys:
+                parent = self._answered.get(place, parent)
+                place = self._next(place, key)
+        return place, parent
+
+    def _next(self, place: int, key: Any) -> int:
+        return self._places.setdefault((place, key), len(self._places) + 1)
 
     def add(self, asked: Question, turn: SampledTurn, said: Message) -> Call:
         """Records an answer, which the client got as the message ``said``."""
@@ -143,7 +168,8 @@ class CallGraph:
             if parent is not None:
                 parent.children.append(call)
             self.calls.append(call)
-            self._by_messages[(*asked.keys, identity(said))] = call
+            insort(self._streams, call, key=_length)
+            self._answered[self._next(asked.place, identity(said))] = call
             return call
 
     def leaves(self, train: Train = "main") -> list[Call]:
@@ -155,8 +181,8 @@ class CallGraph:
         with self._lock:
             ends = [call for call in self.calls if not call.children]
             # Of several answers to one prompt the client went on with one, or, if it ended there, took the last.
-            continued = {call.asked.keys for call in self.calls if call.children}
-            newest = {call.asked.keys: call for call in ends if call.asked.keys not in continued}
+            continued = {call.asked.place for call in self.calls if call.children}
+            newest = {call.asked.place: call for call in ends if call.asked.place not in continued}
             kept = list(newest.values())
             self.counters["retries"] = len(ends) - len(kept)
         if train == "longest":

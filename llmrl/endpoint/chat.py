@@ -147,6 +147,11 @@ class ChatRequest(BaseModel):
         """The messages as a template reads them. Raises BadRequestError for parts that are not text."""
         return [_message(message, number) for number, message in enumerate(self.messages)]
 
+    @property
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        return self.tools if self.tool_choice != "none" else None
+
     def params(self, given: SamplingParams, *, fixed: bool) -> tuple[SamplingParams, list[str]]:
         """The sampling parameters, and the names of the request's that were overridden: ``fixed`` allows none that
         changes the distribution, because training needs rows of one policy.

@@ -85,6 +85,12 @@ class MessagesRequest(BaseModel):
         return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
 
 
+class CountTokensRequest(MessagesRequest):
+    """The body of ``POST /v1/messages/count_tokens``: a request that is not sampled."""
+
+    max_tokens: int = 1
+
+
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise BadRequestError(f"tools: only tools that the client calls: got {tool.get('type')!r}.", field="tools")

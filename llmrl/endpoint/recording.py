@@ -126,9 +126,7 @@ class RecordingEndpoint(Endpoint):
     def sample(
         self, key: str, messages: list[dict[str, Any]] | Tensor, **options: Any
     ) -> tuple[list[SampledTurn], Record]:
-        rollout = self._rollouts.get(key)
-        if rollout is None:  # it ended while this request waited
-            raise BadRequestError("the rollout of this API key has ended.", status=401, code="invalid_api_key")
+        rollout = self._open(key)
         with self._sampling.holding("answers", math.inf, "an answer"), self._modes():
             asked, turns = rollout.sample(self.sampler, messages, **options)
 
@@ -137,3 +135,11 @@ class RecordingEndpoint(Endpoint):
                 rollout.add(asked, turn, message)
 
         return turns, record
+
+    def prompt(self, key: str, messages: list[dict[str, Any]], tools: Any) -> Tensor:
+        return self._open(key).prompt(self.sampler, messages, tools=tools)
+
+    def _open(self, key: str) -> Rollout:
+        if (rollout := self._rollouts.get(key)) is None:  # it ended while this request waited
+            raise BadRequestError("the rollout of this API key has ended.", status=401, code="invalid_api_key")
+        return rollout

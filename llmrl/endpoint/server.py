@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, answer_message
 from llmrl.endpoint.generate import GenerateRequest
-from llmrl.endpoint.messages import MessagesRequest
+from llmrl.endpoint.messages import CountTokensRequest, MessagesRequest
 from llmrl.endpoint.responses import ResponsesRequest
 from llmrl.envs.llm.tool_calls import call_format
 from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, ShapeError, TemplateError
@@ -97,6 +97,7 @@ class Endpoint:
         route = _starlette("routing").Route
         routes = [
             *(route(path, partial(self._answer, kind), methods=["POST"]) for path, kind in _KINDS.items()),
+            route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             route("/v1/models", self._models),
             route("/health", lambda request: _response({})),
         ]
@@ -146,6 +147,10 @@ class Endpoint:
         """
         return self.sampler.sample(messages, **options), lambda said: None
 
+    def prompt(self, key: str, messages: list[dict[str, Any]], tools: Any) -> Tensor:
+        """int64[P]: the ids that `sample` would ask the model with. Runs in a thread."""
+        return self.sampler.prompt(messages, tools=tools)
+
     def message(self, turn: SampledTurn) -> dict[str, Any]:
         """The answer as the client gets it."""
         return answer_message(turn, self.form, secrets.token_hex(8))
@@ -156,6 +161,18 @@ class Endpoint:
         entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "llmrl"}
         entry["max_model_len"] = self.sampler.max_tokens
         return _response({"object": "list", "data": [entry]})
+
+    async def _count_tokens(self, request: Request) -> Response:
+        kind = CountTokensRequest
+        try:
+            key = _api_key(request)
+            self.check_key(key)
+            asked = kind.read(await self._body(request)).as_chat()
+            prompt = partial(self.prompt, key, asked.chat(), asked.offered)
+            ids = await asyncio.get_running_loop().run_in_executor(self._pool, prompt)
+        except Exception as error:
+            return _failure(error, kind)
+        return _response({"input_tokens": len(ids)})
 
     async def _answer(self, kind: type[Any], request: Request) -> Response:
         self.counters["requests"] += 1
@@ -207,7 +224,7 @@ class Endpoint:
         params, overridden = asked.params(self.sampler.params, fixed=self.fixed)
         self.counters.update({f"overridden/{name}": 1 for name in overridden})
         count = asked.n or 1
-        options: dict[str, Any] = {"tools": asked.tools if asked.tool_choice != "none" else None, "params": params}
+        options: dict[str, Any] = {"tools": asked.offered, "params": params}
         options |= {"count": count, "seeds": None if asked.seed is None else [asked.seed + n for n in range(count)]}
         messages = asked.chat()
 

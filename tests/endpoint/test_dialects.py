@@ -105,7 +105,11 @@ def test_a_conversation_with_a_tool_is_one_row_of_the_sampled_ids(kind, stream):
         text, calls, _ = client.read(answer)
         assert (text, calls) == ("One moment.", [("add", {"a": 2})])
         messages += client.after(answer, "4")
+        if kind is Messages:  # what an agent counts before it asks; nothing is recorded
+            counted = {"model": "m", "messages": messages, "system": "Be brief.", "tools": list(kind.tools)}
+            count = client.client.messages.count_tokens(**counted).input_tokens
         last = client.ask(messages, stream, tools=list(kind.tools))
+        assert kind is Responses or count == last.usage.input_tokens
         assert client.read(last)[:2] == ("It is 4.", [])
         assert last.usage.output_tokens > 1
         rows = endpoint.finish(key, 1.0)
