@@ -179,6 +179,20 @@ def test_what_the_library_does_not_take_is_named(task, config, words):
         reasoning_gym_process._dataset(task, json.dumps(config))
 
 
+@pytest.mark.parametrize(
+    "task", ["string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "simple_integration"]
+)
+def test_an_answer_that_is_python_changes_nothing(task, tmp_path):
+    rows = []
+    reasoning_gym_process._generate([task, "{}", 1, 1], rows.append)
+    touched = tmp_path / "touched"
+    for code in ("__import__('os').system('touch {}')", "open('{}', 'w')", "__import__('os').mkdir('{}')"):
+        assert reasoning_gym_process.score(code.format(touched), rows[0]["item"]) < 0.1
+        assert not touched.exists()
+    assert reasoning_gym_process.score(rows[0]["answer"], rows[0]["item"]) == 1.0
+    touched.write_text("allowed again")
+
+
 @pytest.mark.slow
 def test_a_refusal_and_a_deadline_end_generation():
     with pytest.raises(ConfigError, match=r"task must be one of the .* tasks"):

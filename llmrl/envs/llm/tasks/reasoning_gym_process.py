@@ -12,9 +12,10 @@ import json
 import os
 import random
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,11 @@ from llmrl.concurrency.worker_process import serve
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.optional import require
 
+# Events of sys.addaudithook that have an effect outside of a process; opening a file has one if it is for writing.
+_EFFECTS = ("os.", "subprocess.", "pty.", "shutil.", "socket.", "ctypes.", "sqlite3.", "fcntl.", "mmap.", "signal.")
+_READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_guard = threading.local()
 _OURS = {"size": "items", "seed": "items_seed"}  # keys of a config that the environment sets
 
 
@@ -30,7 +36,7 @@ def score(answer: str | None, /, item: str) -> float:
     task, config, entry = json.loads(item)
     data = _dataset(task, config)
     try:
-        with redirect_stdout(io.StringIO()):  # some functions print
+        with redirect_stdout(io.StringIO()), _guarded():  # some functions print
             return float(data.score_answer(answer, ast.literal_eval(entry)))
     except Exception:
         return 0.0
@@ -113,6 +119,31 @@ def _check(tasks: Mapping[str, Any], task: Any, settings: Any, at: str, settings
         if spec["name"] == "composite":
             raise ConfigError(f"{where}.name must not be composite again: put its tasks into the one list.")
         _check(tasks, spec["name"], spec.get("config", {}), f"{where}.name", f"{where}.config")
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Context in which this thread starts no program, connects to nothing and changes no file: several functions of the
+    library evaluate an answer as Python. No sandbox: code that looks for this guard can end it.
+    """
+    _add_guard()
+    _guard.on = True
+    try:
+        yield
+    finally:
+        _guard.on = False
+
+
+@lru_cache(maxsize=1)
+def _add_guard() -> None:
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        if getattr(_guard, "on", False) and (
+            (event.startswith(_EFFECTS) and event not in _READS)
+            or (event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES)
+        ):
+            raise PermissionError(f"an answer must not do this: {event}")
+
+    sys.addaudithook(check)  # for the life of the process
 
 
 def _plain(value: Any) -> Any:
