@@ -33,6 +33,14 @@ class Spelling(TaskEnv):
     def scorer(cls, tokenizer=None):
         return RewardFunction(lambda completion, answer: completion == answer, name="spelt")
 
+class Short(Spelling):
+    def __init__(self, *, most=9, **options):
+        super().__init__(**options)
+
+    @classmethod
+    def rows(cls, dataset=None, *, name=None, split=None, most=9):
+        return [row for row in ROWS if len(row["word"]) <= most]
+
 class Unscored(TaskEnv):
     DATASET = "x"
 
@@ -92,6 +100,11 @@ def test_a_task_of_ones_own_has_its_rows_its_prompt_and_its_reward(own):
     ]
     assert len(eval_rows(env, EvalSettings())) == 1
     assert Task(env, tiny_tokenizer()).fit_prompts(training_rows(env))[1] == 0
+
+
+def test_options_that_its_rows_have_parameters_for_reach_them(own):
+    assert training_rows(EnvSettings(name="mine:Short", options={"most": 3})) == [{"word": "one"}]
+    assert len(eval_rows(EnvSettings(name="mine:Short", options={"most": 5}), EvalSettings())) == 2
 
 
 def test_its_reward_gives_way_to_one_that_is_named(own):
