@@ -102,9 +102,14 @@ class Endpoint:
             route("/health", lambda request: _response({})),
         ]
         app, uvicorn = _starlette("applications").Starlette(routes=routes), require("uvicorn", **_EXTRA)
-        settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+        settings: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+        # Longer than clients keep an idle connection (5 s is usual): a request must not meet the end of its connection.
+        settings["timeout_keep_alive"] = 60
         self._server = uvicorn.Server(uvicorn.Config(app, **settings))
         self._socket = socket.create_server((host, port))
+        # Connections take this from it. Without it an answer's body waits 40 ms for the client to confirm its headers:
+        # asyncio sets it only for sockets that were made with the protocol's number.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="llmrl-endpoint")
         self._thread = threading.Thread(target=self._run, name="llmrl-endpoint", daemon=True)
