@@ -38,7 +38,7 @@ from llmrl.train.algorithms import columns_read
 from llmrl.train.context import AlgorithmState, RunContext
 from llmrl.train.data.record import DataRecord
 from llmrl.train.distributed import Session
-from llmrl.train.evaluation import Evaluator
+from llmrl.train.evaluation import make_evaluator
 from llmrl.train.models.loading import load_model, load_tokenizer
 from llmrl.train.planning.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollouts.agents import AgentRollouts
@@ -48,7 +48,7 @@ from llmrl.train.rollouts.source import RolloutSource
 from llmrl.train.rollouts.step import StepRollouts, select_training_columns
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.settings.grpo import GRPOConfig
-from llmrl.train.tasks import Task
+from llmrl.train.tasks import Task, make_task
 from llmrl.train.updater import Updater, make_updater
 
 __all__ = ["plan", "plan_with_engine", "run"]
@@ -59,7 +59,7 @@ ABOUT = "improve a model by reward"
 def train(config: GRPOConfig, session: Session, run: Run) -> None:
     """Builds the parts of a run, then runs the training loop."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
-    task = run.close_at_end(Task(config.env, tokenizer))
+    task = run.close_at_end(make_task(config.env, tokenizer))
     prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
     run.print_plan(f"{config.COMMAND} · {config.env.label}", rows)
 
@@ -78,8 +78,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     rollouts = run.close_at_end(RolloutSource(source, engine, updater.scorer, session, config))
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     held_out = prepared.held_out
-    evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
-    sampled = None
+    evaluator = make_evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
+    sampled, sources = None, [source.label for source in config.env.mix or ()]
 
     declared = [*algorithm.policy_loss.metrics.values(), *algorithm.metrics.values()]
     run.declare_metrics(declared)
@@ -87,7 +87,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     state = AlgorithmState(session, algorithm)
     run.begin(model, tokenizer, data=data, optimizer=updater, rollouts=rollouts, algorithm=state)
     run.evaluate_before(evaluator)
-    for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools), own=declared)):
+    for step in run.steps(config.steps, grpo_columns(tools=any(t.tools for t in config.env.tasks), own=declared)):
         # 1. group_size answers to each prompt, with rewards: sampled now, or during earlier updates. With
         #    max_staleness 1 the engine gets the newest weights here, so that one version samples each batch.
         clock = time.perf_counter()
@@ -105,7 +105,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                 data = joined(data, more)
         metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU frees memory
         rollouts.begin_next(steps_left=config.steps - step)
-        sampled = StepRollouts(session, data, rows, tokenizer, keep_tokens=config.token_records)
+        sampled = StepRollouts(session, data, rows, tokenizer, keep_tokens=config.token_records, sources=sources)
         metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
         sampled.check_failed(config.max_failed, step, rollouts.failure)
 

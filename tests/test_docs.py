@@ -95,8 +95,10 @@ def test_a_part_of_a_recipe_that_the_documents_show_is_valid(folder):
     assert parts
     for part in parts:
         config = GRPOConfig.model_validate({"model": "tiny", **yaml.safe_load(part)})
-        specs = [reward.model_dump(exclude_none=True) for reward in config.env.rewards]
-        make_rewards([spec for spec in specs if "fn" not in spec])[0].close()
+        rewards = [reward for task in config.env.tasks for reward in task.rewards or ()]
+        specs = [reward.model_dump(exclude_none=True) for reward in rewards if reward.fn is None]
+        for reward in make_rewards(specs) if specs else ():
+            reward.close()
 
 
 def test_the_readme_shows_commands():

@@ -32,11 +32,11 @@ from llmrl.train.evaluation import Evaluator
 from llmrl.train.held_out import HeldOutEvaluator, tokenize_held_out
 from llmrl.train.models.loading import load_model, load_tokenizer
 from llmrl.train.models.reward import load_reward_model
-from llmrl.train.settings.environment import EvalSettings
+from llmrl.train.settings.environment import EvalSettings, SourceSettings
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.preferences import DPOConfig, PairsConfig, RewardConfig
 from llmrl.train.settings.sft import SFTConfig
-from llmrl.train.tasks import Task, eval_rows
+from llmrl.train.tasks import eval_rows, make_task
 from llmrl.train.updater import Updater, make_updater
 
 if TYPE_CHECKING:
@@ -78,15 +78,16 @@ def evaluate(
     with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
-        with closing(Task(config.env, tokenizer)) as task:
+        with closing(make_task(config.env, tokenizer)) as task:
             for _, rows in sets:  # before weights are loaded
                 task.longest_prompt(rows)
             model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
             policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
             for settings, rows in sets:
                 asking = {"samples": samples, "temperature": temperature}
-                make = partial(Evaluator, session, policy, task, rows, settings, **asking)
-                _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
+                for part, own in task.parts(rows):
+                    make = partial(Evaluator, session, policy, part, own, settings, **asking)
+                    _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
     return 0
 
 
@@ -227,7 +228,9 @@ def _measure(
         return
     answers = isinstance(evaluator, Evaluator)
     found: dict[str, Any] = {"run": str(run_dir), "checkpoint": checkpoint.name}
-    found |= {"env": evaluator.task.settings.name} if answers else {}
+    task = evaluator.task.settings if answers else None
+    found |= {"env": task.name} if answers else {}
+    found |= {"source": task.label} if isinstance(task, SourceSettings) else {}
     found |= {"dataset": settings.dataset, "split": settings.split, "rows": evaluator.num_rows}
     if answers:
         found |= {"failed": evaluator.failed, **sample_metrics(evaluator.answers)}

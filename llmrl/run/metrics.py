@@ -121,11 +121,15 @@ METRICS: dict[str, str] = {
 
 # An evaluation has the mean, std and count of its scores, and call_rate if there are tools; that of pairs is "pairs",
 # of single answers "answers".
-_FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
+_FAMILIES = {
+    r"reward/[\w.-]+/\w+": "reward/<function>/mean",
+    r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean",
+    r"source/[\w.-]+/(prompts|reward|failed|truncated_frac)": "source/<source>/reward",
+}
 
 
 def check_metric_name(name: str) -> None:
-    """Accepts the names of `METRICS`, ``reward/<function>/...`` and ``eval/<environment>/...``.
+    """Accepts the names of `METRICS`, and those of a function, an environment or a source: ``reward/<function>/mean``.
 
     Raises  ConfigError
 

@@ -119,6 +119,41 @@ class Evaluator:
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
 
 
+class MixedEvaluator:
+    """The evaluators of the sources of a mix, as one."""
+
+    def __init__(self, parts: Sequence[Evaluator]):
+        self.parts = parts
+
+    def run(self) -> None:
+        for part in self.parts:
+            part.run()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: value for part in self.parts for name, value in part.metrics.items()}
+
+    @property
+    def measures(self) -> dict[str, str]:
+        return {name: label for part in self.parts for name, label in part.measures.items()}
+
+    @property
+    def summary(self) -> str:
+        return "  ".join(part.summary for part in self.parts)
+
+
+def make_evaluator(
+    session: Session,
+    policy: LLMWrapperBase,
+    task: Task,
+    rows: Sequence[Mapping[str, Any]],
+    settings: EvalSettings,
+) -> Evaluator | MixedEvaluator:
+    """The evaluator of the rows; of a mix, one for each source that has any."""
+    parts = [Evaluator(session, policy, part, own, settings) for part, own in task.parts(rows)]
+    return parts[0] if len(parts) == 1 else MixedEvaluator(parts)
+
+
 def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: float | None = None) -> dict[str, float]:
     """The metrics of an evaluation, named like ``name`` = ".../mean"; without ``call_rate`` if it is None.
 

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llmrl.objectives.metric import Metric
-    from llmrl.train.evaluation import Evaluator
+    from llmrl.train.evaluation import Evaluator, MixedEvaluator
     from llmrl.train.held_out import HeldOutEvaluator
     from llmrl.train.settings.model import ModelSource
     from llmrl.train.settings.sft import StopSettings
 
-    AnyEvaluator = Evaluator | HeldOutEvaluator
+    AnyEvaluator = Evaluator | MixedEvaluator | HeldOutEvaluator
 
 
 def run_recipe(

@@ -1,9 +1,13 @@
-"""Environments from the ``env`` section: training prompts, evaluation problems, tools, a user, and rewards."""
+"""Environments from the ``env`` section: training prompts, evaluation problems, tools, a user, and rewards.
+
+The rows of a mix are those of its sources, one after the other, each with the name of its source in a column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +27,16 @@ from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.reward import RewardFunction, make_rewards
 from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, DataError
+from llmrl.envs.transforms.transformed_env import TransformedEnv
+from llmrl.errors import ConfigError, DataError, LLMRLError
 from llmrl.loading import load_function
 from llmrl.modules.llm.policies.columns import refuse_reserved
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
-from llmrl.train.settings.environment import EnvSettings, EvalSettings
+from llmrl.train.mixed_env import SOURCE, MixedEnv
+from llmrl.train.settings.environment import EnvSettings, EvalSettings, TaskSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,11 +48,24 @@ _AT_ONCE = 1024  # prompts that are tokenised together
 
 def training_rows(env: EnvSettings) -> Sequence[Row]:
     """The rows whose prompts rollouts start from. Raises DataError for data that are missing or empty."""
+    if env.is_mix:
+        return [_tagged(row, source.label) for source in env.mix for row in training_rows(source)]
     return env_rows(env.name, env.dataset, split=env.split, config=env.config, options=env.options)
 
 
 def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
-    """The evaluation rows; None if the settings name none: a local file has no other split."""
+    """The evaluation rows; None if the settings name none: a local file has no other split.
+
+    Raises  ConfigError for a mix whose rows ``eval.dataset`` names, which says nothing of their sources
+    """
+    if env.is_mix:
+        if settings.dataset is not None:
+            raise ConfigError("eval.dataset: a mix is measured by source: set eval_dataset in those of env.mix.")
+        found = []
+        for source in env.mix:
+            rows = eval_rows(source, settings.model_copy(update={"dataset": source.eval_dataset}))
+            found += [_tagged(row, source.label) for row in rows or ()]
+        return found or None
     if env.agent is not None:
         return None  # it is not measured
     if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
@@ -54,6 +73,15 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
     dataset = settings.dataset or env.dataset
     rows = env_rows(env.name, dataset, split=settings.split, config=env.config, options=env.options)
     return [rows[index] for index in range(min(len(rows), settings.rows or len(rows)))] or None
+
+
+def _tagged(row: Row, source: str) -> Row:
+    """A copy of the row that names its source."""
+    if SOURCE in row:
+        raise DataError(f"env.mix: a column must not have the name {SOURCE!r}, which names the source: rename it.")
+    tagged = copy.copy(row)
+    tagged[SOURCE] = source
+    return tagged
 
 
 def _nothing(completion: str) -> float:
@@ -69,10 +97,14 @@ class Task:
             computed. The weights of a reward model are loaded by the first `make_env`
     """
 
-    def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, settings: TaskSettings, tokenizer: PreTrainedTokenizerBase):
         self.settings = settings
         self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
         self.unused_keys: list[str] = []  # of the messages of prompts, see `Renderer.unused_keys`
+
+    def parts(self, rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
+        """The tasks that the rows are of, each with its own; of a mix, those that have any."""
+        return [(self, list(rows))]
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
         """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others;
@@ -113,7 +145,8 @@ class Task:
         rewards = [reward for reward in self._planned if isinstance(reward, RewardFunction)]
         unread = read_prompt(rows[0], **columns)[1]
         replaced = "answer" if settings.answer_column else None  # by that column, if it is not read itself
-        return [name for name in unread if name == replaced or not any(reward.reads(name) for reward in rewards)]
+        unread = [name for name in unread if name == replaced or not any(reward.reads(name) for reward in rewards)]
+        return [name for name in unread if name != SOURCE]
 
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
         """An environment on ``rows``, with tools, user and rewards; ``options`` are those of `DatasetChatEnv`.
@@ -251,3 +284,61 @@ class Task:
             lengths += [len(ids) for ids in renderer.prompt_ids(chats)]
         self.unused_keys = [*dict.fromkeys([*self.unused_keys, *renderer.unused_keys])]
         return lengths
+
+
+class MixedTask(Task):
+    """The tasks of a mix, ``tasks`` by the names of their sources, as one."""
+
+    def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(settings, tokenizer)
+        self.tasks = {source.label: Task(source, tokenizer) for source in settings.mix}
+
+    def parts(self, rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
+        of = {name: [row for row in rows if row[SOURCE] == name] for name in self.tasks}
+        return [(task, of[name]) for name, task in self.tasks.items() if of[name]]
+
+    def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
+        kept, dropped, lengths = [], 0, []
+        for task, own in self.parts(rows):
+            with _named(task):
+                found = task.fit_prompts(own)
+            kept, dropped, lengths = kept + found[0], dropped + found[1], lengths + found[2]
+        self.unused_keys = [*dict.fromkeys(key for task in self.tasks.values() for key in task.unused_keys)]
+        return kept, dropped, lengths
+
+    def longest_prompt(self, rows: Sequence[Row]) -> int:
+        longest = 0
+        for task, own in self.parts(rows):
+            with _named(task):
+                longest = max(longest, task.longest_prompt(own))
+        return longest
+
+    def unused_columns(self, rows: Sequence[Row]) -> list[str]:
+        return [
+            f"{name} of {task.settings.label}" for task, own in self.parts(rows) for name in task.unused_columns(own)
+        ]
+
+    def make_env(self, rows: Sequence[Row], **options: Any) -> TransformedEnv:
+        envs = {task.settings.label: task.make_env(own, **options) for task, own in self.parts(rows)}
+        weights = {source.label: source.weight for source in self.settings.mix}
+        dealing = {name: options[name] for name in ("repeats", "seed", "rank", "world_size") if name in options}
+        return TransformedEnv(MixedEnv(envs, weights, **dealing))
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for task in self.tasks.values():
+                stack.callback(task.close)
+
+
+def make_task(settings: EnvSettings, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task of the settings, or the tasks of its mix as one."""
+    return (MixedTask if settings.is_mix else Task)(settings, tokenizer)
+
+
+@contextmanager
+def _named(task: Task) -> Iterator[None]:
+    """Adds the name of the source to what is raised."""
+    try:
+        yield
+    except LLMRLError as error:
+        raise type(error)(f"env.mix: source {task.settings.label}: {error}") from error

@@ -52,6 +52,15 @@ GRPO = {
     "optim": {"lr": 1e-2, "warmup": 1},
     "samples": 1,
 }
+MIX = {  # in place of the one task of GRPO
+    "dataset": None,
+    "reward": None,
+    "mix": [
+        {"dataset": "prompts.jsonl", "reward": "vowels:share", "weight": 2, "eval_dataset": "prompts.jsonl"},
+        {"name": "big_sums", "tools": ["calculator"], "max_turns": 2}
+        | {"dataset": "prompts.jsonl", "eval_dataset": "prompts.jsonl"},
+    ],
+}
 CRITIC = {"critic_optim": {"lr": 1e-2}, "critic_warmup": 1, "gamma": 0.99, "lam": 0.9}
 PPO = {**GRPO, "prompts_per_step": 14, "group_size": 1, "ppo": CRITIC}
 BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO, "ppo": PPO, "rejection": GRPO, "distill": GRPO}

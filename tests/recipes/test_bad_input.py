@@ -17,12 +17,14 @@ from llmrl.train.data.sft import tokenize_chats
 from llmrl.train.settings import GRPOConfig, SFTConfig
 from llmrl.train.settings.preferences import DPOConfig, RewardConfig
 from llmrl.train.settings.unused import _NEEDS
+from tests.recipes.conftest import MIX
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}
 LONG = {"prompt": "2 + 2?", "completion": "four " * 50}
 ASKED = {"prompt": "2 + 2? " * 40, "completion": "four"}
 AT_MOST_40 = {"max_length": 40}
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
+SUMS = {"name": "sums"}
 
 
 # --- settings: exit code 2, before torch is imported
@@ -58,6 +60,29 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("grpo", {"env": {"reward": None}}, ["env chat needs reward"]),
         ("grpo", {"env": {"reward": None, "dataset": None}}, ["env chat needs dataset and reward"]),
         ("grpo", {"group_size": "many"}, ["group_size"]),
+        *(
+            ("grpo", {"env": {**MIX, **env}, **changes}, [message])
+            for env, changes, message in (
+                ({"mix": [SUMS]}, {}, "at least two sources: got 1"),
+                ({"mix": [SUMS, {**SUMS, "dataset": "units.jsonl"}]}, {}, "sums is there twice; set source"),
+                ({"mix": [{**SUMS, "weight": 0}, *MIX["mix"]]}, {}, "env.mix.0.weight  should be greater than 0"),
+                ({"mix": [{**SUMS, "weight": -1}, *MIX["mix"]]}, {}, "env.mix.0.weight  should be greater than 0"),
+                ({"mix": [{**SUMS, "agent": "agent.py"}, *MIX["mix"]]}, {}, "a source cannot be an agent"),
+                ({"mix": [{**SUMS, "retries": 1}, *MIX["mix"]]}, {}, "set retries beside mix"),
+                (
+                    {"mix": [{**SUMS, "tool_timeout_s": 3}, *MIX["mix"]]},
+                    {},
+                    "env.mix.0.tool_timeout_s  needs",
+                ),
+                ({"reward": "vowels:share"}, {}, "reward beside mix would have no effect"),
+                ({"max_turns": 3}, {}, "env.max_turns has no effect beside mix"),
+                ({}, {"grpo": {"scale": "batch"}}, "not comparable: got grpo.scale batch"),
+                ({}, {"algo": "reinforce++"}, "algo reinforce++, which whitens"),
+                ({}, {"eval": {"dataset": "prompts.jsonl"}}, "set eval_dataset in those of env.mix"),
+            )
+        ),
+        ("ppo", {"env": MIX}, ["not comparable: got ppo"]),
+        ("sft", {"env": {"mix": [SUMS, {"name": "big_sums"}]}}, ["env.mix is for recipes that sample"]),
         ("grpo", {"optim": {"lr": -1.0}}, ["optim.lr"]),
         ("grpo", {"max_failed": 1.5}, ["max_failed"]),
         ("ppo", {"ppo": {"critic_warmup": 3}}, ["ppo.critic_warmup must leave steps", "got 3 of 3"]),
@@ -274,6 +299,16 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ),
         ("sft", {"data": {"path": "asked.jsonl"}, **AT_MOST_40, "too_long": "truncate"}, ["no token is left to train"]),
         ("grpo", {"env": {"max_prompt_tokens": 2, "too_long": "drop"}}, ["all 12", "env.max_prompt_tokens = 2"]),
+        (
+            "grpo",
+            {"env": {**MIX, "max_prompt_tokens": 60, "too_long": "drop"}},
+            ["source big_sums: ", "all 12 are longer"],
+        ),
+        (
+            "grpo",
+            {"env": {**MIX, "mix": [SUMS, {**SUMS, "source": "own", "dataset": "sourced.jsonl"}]}},
+            ["'env_source'"],
+        ),
         ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat", "in eval.dataset"]),
         ("dpo", {"data": {"path": "same.jsonl"}}, ["same.jsonl:1"]),
         *(
@@ -298,6 +333,7 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
     ],
 )
 def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
+    place.rows("sourced.jsonl", [{"prompt": "2 + 2?", "answer": "4", "env_source": "web"}])
     place.rows("odd.jsonl", [{"promt": "2 + 2?", "completion": "four"}])
     place.rows("empty.jsonl", [])
     (place.path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')

@@ -9,6 +9,7 @@ from llmrl.commands import cli
 from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config, load_config
 from llmrl.run.run_dir import RunDir
+from tests.recipes.conftest import MIX
 from tests.support.saved_models import save_tiny
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
@@ -51,6 +52,7 @@ def resume_at_step_2(place, steps, **compared):
                 ("dpo", {"eval": HELD_OUT}),
                 ("reward", {"model": "untied"}),
                 ("grpo", {"model": "untied"}),
+                ("grpo", {"env": MIX, "zero_variance": "refill", "eval": {"rows": 3, "max_tokens": 4, "every": 2}}),
                 ("grpo", {"updates_per_step": 2, "group_size": 5}),
                 ("ppo", {"lora": {"r": 2}}),
                 ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),

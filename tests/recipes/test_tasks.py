@@ -1,8 +1,10 @@
 """The tasks by their names: prompts that fit, problems that are held out, and the rewards of answers."""
 
+import math
 import re
 
 import pytest
+from tensordict import TensorDict
 
 from llmrl.envs.llm.tasks.sums import (
     BIG_SPLITS,
@@ -13,12 +15,13 @@ from llmrl.envs.llm.tasks.sums import (
     sums_problems,
     sums_reward,
 )
-from llmrl.errors import ConfigError, DataError
+from llmrl.errors import CheckpointError, ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools.calculator import calculator
 from llmrl.train.settings import EnvSettings, EvalSettings
-from llmrl.train.tasks import Task, eval_rows, training_rows
+from llmrl.train.tasks import Task, eval_rows, make_task, training_rows
+from tests.recipes.conftest import MIX
 
 SUMS = EnvSettings(name="sums")
 
@@ -168,3 +171,95 @@ def test_a_task_scores_its_answers_by_its_own_reward_or_by_the_one_that_is_named
 def test_measures_are_named_by_the_task_and_of_chat_by_the_dataset(settings, label):
     own = {"reward": "builtins:len"} if "name" not in settings else {}
     assert EnvSettings(**settings, **own).label == label
+
+
+# --- mixes of tasks
+
+MIXED = EnvSettings(
+    mix=[
+        {"name": "sums", "weight": 3, "system_prompt": "Be brief."},
+        {"name": "gsm8k", "dataset": "problems.jsonl", "reward": "builtins:len"},
+        {"name": "big_sums", "tools": ["calculator"], "max_turns": 2, "weight": 2},
+    ]
+)
+SHARES = {"sums": 3 / 6, "gsm8k": 1 / 6, "big_sums": 2 / 6}
+
+
+def mixed_rows(place):
+    place.rows("problems.jsonl", [{"question": f"{n} + 2?", "answer": f"#### {n + 2}"} for n in range(280)])
+    return training_rows(MIXED)[::40]
+
+
+def mixed_env(rows, env=MIXED, **options):
+    made = make_task(env, tiny_tokenizer())
+    return made.make_env(rows, **{"num_envs": 300, "repeats": 2, "group_repeats": True, **options})
+
+
+def prompts(rows):
+    """The source, the query and the identity of each row."""
+    return list(zip(*(rows.get(name).tolist() for name in ("env_source", "query", "group_id", "seed")), strict=True))
+
+
+def test_prompts_of_a_mix_are_drawn_by_weight_and_the_same_on_any_number_of_ranks_and_after_a_resume(place):
+    rows = mixed_rows(place)
+    env = mixed_env(rows, seed=1)
+    first, state, second = env.reset(), env.state_dict(), env.reset()
+    drawn = prompts(first) + prompts(second)
+    assert drawn[0::2] != drawn[1::2], "copies have seeds of their own"
+    assert [row[:3] for row in drawn[0::2]] == [row[:3] for row in drawn[1::2]], "a group has one source and prompt"
+    for name, share in SHARES.items():
+        own = [query for source, query, *_ in drawn[::2] if source == name]
+        assert abs(len(own) - 600 * share) < 3 * math.sqrt(600 * share * (1 - share))
+        alone = Task(next(source for source in MIXED.mix if source.label == name), tiny_tokenizer())
+        alone_rows = [row for row in rows if row["env_source"] == name]
+        assert own == alone.make_env(alone_rows, num_envs=len(own), seed=1).reset().get("query").tolist(), (
+            "its own order"
+        )
+    ranks = [mixed_env(rows, seed=1, num_envs=150, rank=rank, world_size=2) for rank in range(2)]
+    shared = [row for rank in ranks for row in prompts(rank.reset())]
+    assert sorted(shared) == sorted(drawn[:600])
+    for rank in ranks:  # a state of one rank is taken by two
+        rank.load_state_dict(state)
+    assert sorted(row for rank in ranks for row in prompts(rank.reset())) == sorted(drawn[600:])
+    assert {row[0] for row in prompts(mixed_env(rows, seed=2).reset())[:40]} == {*SHARES}
+    other = MIXED.model_copy(update={"mix": [MIXED.mix[0].model_copy(update={"weight": 1.0}), *MIXED.mix[1:]]})
+    with pytest.raises(CheckpointError, match="weights must be those of the checkpoint"):
+        mixed_env(rows, other, seed=1).load_state_dict(state)
+
+
+def test_a_row_of_a_mix_has_the_prompt_the_tools_and_the_rewards_of_its_source(place):
+    env = mixed_env(mixed_rows(place), seed=0, num_envs=20, repeats=1)
+    root = env.reset()
+    sources, chats = root.get("env_source").tolist(), root["history"].prompt.to_chats()
+    for source, (first, *_) in zip(sources, chats, strict=True):
+        assert (first["content"] == "Be brief.") == (source == "sums")
+        assert ("tools" in first) == (source == "big_sums")
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
+    after = env.step(ScriptedPolicy([call] * 20)(root))
+    rewards = after["next", "reward"].flatten().tolist()
+    for source, reward, done in zip(sources, rewards, after["next", "done"].flatten().tolist(), strict=True):
+        assert (reward, done) == {"sums": (0.0, True), "gsm8k": (len(call), True), "big_sums": (0.0, False)}[source]
+    assert after["next", "tool_use", "calls"].tolist() == [int(source == "big_sums") for source in sources]
+    parts = {name: after["next", name].flatten().isfinite().tolist() for name in ("reward_correct", "reward_len")}
+    assert parts == {"reward_correct": [s != "gsm8k" for s in sources], "reward_len": [s == "gsm8k" for s in sources]}
+    # A group is stepped alone by a queue: its rows have the same entries as those of the whole batch.
+    alone = env.step(ScriptedPolicy([call])(env.reset(TensorDict({}, batch_size=[1]))))
+    assert alone["next"].keys() == after["next"].keys()
+    going_on = env.step_mdp(after[[row for row, source in enumerate(sources) if source == "big_sums"]])
+    assert env.step(ScriptedPolicy(["4"] * len(going_on))(going_on))["next", "done"].all()
+
+
+def test_a_run_on_a_mix_counts_and_measures_each_source(place):
+    place.train(
+        "grpo", "mixed", env=MIX, steps=2, eval={"rows": 3, "max_tokens": 4}, words=["weight 2, 67% of the prompts"]
+    )
+    for row in place.metrics("mixed"):
+        counts = {name: row[f"source/{name}/prompts"] for name in ("prompts", "big_sums")}
+        assert sum(counts.values()) == 4
+        rollouts = place.rollouts("mixed", row["step"])
+        for name, count in counts.items():
+            own = [rollout.reward for rollout in rollouts if rollout.columns["env_source"] == name]
+            assert len(own) == 4 * count
+            assert not own or row[f"source/{name}/reward"] == pytest.approx(sum(own) / len(own))
+    assert {row["eval/prompts/count"], row["eval/big_sums/count"]} == {3}
+    place.run("eval", "mixed", words=["prompts test", "big_sums test"])

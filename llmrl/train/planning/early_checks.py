@@ -32,8 +32,8 @@ def check_packages(config: ModelSource) -> None:
     if config.optim.name == "adamw_8bit":
         needed["torchao"] = ("optim.name", config.optim.name, "optim")
     env = getattr(config, "env", None)
-    if env is not None and env.name == "reasoning_gym":
-        needed["reasoning_gym"] = ("env.name", env.name, "reasoning")
+    if env is not None and any(task.name == "reasoning_gym" for task in env.tasks):
+        needed["reasoning_gym"] = ("env.name", "reasoning_gym", "reasoning")
     if isinstance(config, GRPOConfig):
         if config.rollout.ray:
             needed["ray"] = ("rollout.ray", config.rollout.ray, "ray")
@@ -75,7 +75,8 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
     yield check_model(config.model, runs=runs)
     yield check_base(config, runs=runs)
     env = getattr(config, "env", None)
-    for reward in (env and env.rewards) or ():
+    tasks = env.tasks if env is not None else ()
+    for reward in (reward for task in tasks for reward in task.rewards or ()):
         if reward.reward_model and isinstance(name := reward.reward_model.get("model"), str):
             yield check_model(name, runs=Path("runs"), setting="reward_model.model")
     if isinstance(config, SFTConfig):
@@ -86,12 +87,15 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
         yield _check_dataset("data.path", config.data.path, config.data.split, read)
         if env is None:
             yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
-    if env is not None and ":" not in env.name:
-        named = {"prompt_column": env.prompt_column, "answer_column": env.answer_column}
-        reads_prompts = env.name in ("chat", *_EMBEDDED) and env.agent is None
+    for task in tasks:
+        if ":" in task.name:
+            continue
+        named = {"prompt_column": task.prompt_column, "answer_column": task.answer_column}
+        reads_prompts = task.name in ("chat", *_EMBEDDED) and task.agent is None
         read = partial(read_prompt, **named) if reads_prompts else None
-        yield _check_dataset("env.dataset", env.dataset, env.split, read)
-        yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
+        yield _check_dataset("env.dataset", task.dataset, task.split, read)
+        measured = ("env.mix: eval_dataset", task.eval_dataset) if env.is_mix else ("eval.dataset", config.eval.dataset)
+        yield _check_dataset(*measured, config.eval.split, read)
 
 
 def _check_dataset(setting: str, name: str | None, split: str, read: Callable[[Any], Any] | None) -> str:

@@ -32,7 +32,7 @@ from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.machine import OptimSettings
 from llmrl.train.settings.model import ModelSource, TinyModelSettings
 from llmrl.train.settings.sft import SFTConfig
-from llmrl.train.tasks import Task, eval_rows, training_rows
+from llmrl.train.tasks import Task, eval_rows, make_task, training_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,7 +177,7 @@ def plan_grpo(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> Rows
 def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> tuple[Rows, EnginePlan | None]:
     """The rows of `plan_grpo`, and the plan of the engine."""
     tokenizer = load_tokenizer(config, runs=runs)
-    with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
+    with closing(make_task(config.env, tokenizer)) as task, Session(config) as session:
         prepared, rows = prepare_grpo(config, config, session, task, runs=runs, gpu=gpu)
         return rows, prepared.engine
 
@@ -281,7 +281,9 @@ def _grpo_plan(
     evaluated = f" · {num_eval} problems measured" if num_eval else ""
     if num_eval and config.eval.every:
         evaluated += f" every {config.eval.every}"
-    epochs = f"{counted(config.steps, 'step')} = {config.steps * prompts / num_prompts:.2f} epochs"
+    epochs = counted(config.steps, "step")
+    if not env.is_mix:  # whose sources have epochs of their own
+        epochs += f" = {config.steps * prompts / num_prompts:.2f} epochs"
     several = {"several_turns": env.several_turns, "new_records": env.several_records}
     return [
         *_model_rows(config, session, shape, gpu, prepared.lengths),
@@ -297,7 +299,7 @@ def _grpo_plan(
         *([("", f"{'not used':<12}{', '.join(unused)}: {type(algorithm).__name__} does without")] if unused else []),
         ("optim", _optim(config.optim, shape)),
         ("template", check_template(Renderer(task.tokenizer), **several)),
-        *_tools_and_user(task),
+        *_sources(config, task, prepared),
         *_agent(config),
         *([("env", about)] if (about := task.about(config.eval)) else []),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
@@ -349,6 +351,25 @@ def check_template(
     kept = "yes" if report.prefix_preserving else "NO: each turn is a record of its own" if several_turns else "NO"
     trained = f"{share:.0%} of the tokens trained · stop token trained {stop}"
     return f"{renderer.template.name} · {trained} · prefix-preserving {kept}"
+
+
+def _sources(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
+    """The tools and user of the task; of a mix, for each source, after its share of the prompts and its rows."""
+    if not config.env.is_mix:
+        return _tools_and_user(task)
+    rows: Rows = []
+    measured = {part.settings.label: len(own) for part, own in task.parts(prepared.held_out)}
+    total = sum(source.weight for source in config.env.mix)
+    for part, own in task.parts(prepared.prompts):
+        source = part.settings
+        share = source.weight / total
+        epochs = f"{share * config.steps * config.prompts_per_step / len(own):.2f} epochs"
+        text = f"{source.label} · weight {source.weight:g}, {share:.0%} of the prompts · {len(own)} prompts · {epochs}"
+        text += f" · {measured[source.label]} problems measured" if source.label in measured else ""
+        rows += [("source", text), *_tools_and_user(part)]
+        if about := part.about(config.eval.model_copy(update={"dataset": source.eval_dataset})):
+            rows.append(("env", about))
+    return rows
 
 
 def _tools_and_user(task: Task) -> Rows:

@@ -94,7 +94,9 @@ class EnvironmentRollouts:
 
     @property
     def _parts(self) -> list[Any]:
-        parts = (self._collector, *self._collector.env.transform.leaves())
+        env = self._collector.env
+        envs = (env, *getattr(env, "envs", {}).values())  # of a mix
+        parts = (self._collector, *(leaf for each in envs for leaf in each.transform.leaves()))
         return [part for part in parts if hasattr(part, "first_error")]
 
     def paused(self) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout, ToolCallRecord
 from llmrl.train.data.sft import marked_pieces
+from llmrl.train.mixed_env import SOURCE
 from llmrl.train.rollouts.token_records import TokenWatch, choose_conversations, prompt_id, token_record
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class StepRollouts:
 
     A conversation is one row, or several consecutive rows of which the last is done (``yield_only_last_steps``).
     ``trained`` are the rows that the loss trains on, with advantages; None: there are none. The tokens of
-    ``keep_tokens`` conversations, over all ranks, are kept.
+    ``keep_tokens`` conversations, over all ranks, are kept. ``sources``: the names of those of a mix.
 
     ``records``  one per conversation of all ranks, in rank order, on every rank; without tokens
     """
@@ -76,8 +77,10 @@ class StepRollouts:
         tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         keep_tokens: int = 0,
+        sources: Sequence[str] = (),
     ):
         self._session, self._data, self._tokenizer = session, data, text_tokenizer(tokenizer)
+        self._sources = sources
         trained_seeds = [] if trained is None else trained.get("seed").tolist()
         self._advantages: dict[int, float] = {}  # by the row's seed
         if trained is not None and (values := trained.get("advantage", None, as_list=True)) is not None:
@@ -95,7 +98,7 @@ class StepRollouts:
         for row in self._first:  # a group has one prompt: hash it once
             if groups[row] not in prompt_ids:
                 prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
-        calls = column_values(data.get("next"), "tool_calls") or [""] * len(groups)
+        calls = [lines or "" for lines in column_values(data.get("next"), "tool_calls") or [""] * len(groups)]
         parts = {key.removeprefix("reward_"): values.tolist() for key, values in _reward_parts(data).items()}
         columns = data_columns(data)
         mine = [
@@ -187,7 +190,22 @@ class StepRollouts:
             "time/generate": seconds,
             "perf/gen_tok_s": tokens / seconds,
             **_env_metrics(self._session, self._data),
+            **self._source_metrics(),
         }
+
+    def _source_metrics(self) -> dict[str, float]:
+        """The metrics of each source; without prompts in this step it has no others."""
+        metrics: dict[str, float] = {}
+        for name in self._sources:
+            rows = [row for row in self.records if row.columns[SOURCE] == name]
+            rewards = [row.reward for row in rows if row.reward is not None]
+            metrics[f"source/{name}/prompts"] = len({row.group for row in rows})
+            if rows:
+                metrics[f"source/{name}/truncated_frac"] = sum(r.stop_reason == "length" for r in rows) / len(rows)
+                metrics[f"source/{name}/failed"] = len(rows) - len(rewards)
+            if rewards:
+                metrics[f"source/{name}/reward"] = sum(rewards) / len(rewards)
+        return metrics
 
     def check_failed(self, max_failed: float, step: int, failure: RolloutError) -> None:
         """Raises RolloutError, with what ``failure`` says, if a larger share of the rollouts failed than allowed."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from llmrl.objectives.llm.settings import DistillSettings, RejectionSettings
 from llmrl.settings import Settings
-from llmrl.train.settings.environment import EnvSettings
+from llmrl.train.settings.environment import EnvSettings, SourceSettings
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.machine import OptimSettings
 
@@ -86,10 +86,17 @@ class RejectionConfig(GRPOConfig):
         return self
 
 
+class UnscoredSourceSettings(SourceSettings):
+    """A source of prompts, tools and user; rewards are measured if there are any."""
+
+    NEEDS_REWARD: ClassVar[bool] = False
+
+
 class UnscoredEnvSettings(EnvSettings):
     """Prompts, tools and user; rewards are measured if there are any."""
 
     NEEDS_REWARD: ClassVar[bool] = False
+    mix: list[UnscoredSourceSettings] | None = EnvSettings.model_fields["mix"]
 
 
 class DistillConfig(GRPOConfig):

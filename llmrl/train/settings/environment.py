@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -97,8 +98,8 @@ class AgentSettings(Settings):
         return self
 
 
-class EnvSettings(Settings):
-    """Prompts, tools, user and rewards."""
+class TaskSettings(Settings):
+    """Prompts, tools, user and rewards of one task."""
 
     NEEDS_REWARD: ClassVar[bool] = True  # False: without any, every answer has the reward 0
     name: EnvName = Field(
@@ -160,6 +161,16 @@ class EnvSettings(Settings):
     )
 
     @property
+    def is_mix(self) -> bool:
+        """True if the settings are those of several tasks."""
+        return False
+
+    @property
+    def tasks(self) -> Sequence[TaskSettings]:
+        """The tasks: of a mix, its sources."""
+        return (self,)
+
+    @property
     def several_turns(self) -> bool:
         """True if a conversation may have several answers of the policy."""
         return self.max_turns > 1 or self.agent is not None
@@ -191,7 +202,9 @@ class EnvSettings(Settings):
         return re.sub(r"[^\w.-]+", "-", name).strip("-") or self.name
 
     @model_validator(mode="after")
-    def _parts_fit_each_other(self) -> EnvSettings:
+    def _parts_fit_each_other(self) -> Self:
+        if self.is_mix:
+            return self
         if self.reward is not None and self.rewards is not None:
             raise ValueError("env has reward and rewards: put the single one into the list")
         if self.agent is not None:
@@ -221,7 +234,7 @@ class EnvSettings(Settings):
             raise ValueError(f"env.agent does this itself: leave out {', '.join(f'env.{name}' for name in given)}")
 
     @model_validator(mode="after")
-    def _names_can_be_loaded(self) -> EnvSettings:
+    def _names_can_be_loaded(self) -> Self:
         """Loads every name that the user gave, and reports each fault at its setting; last: it runs user code."""
         from llmrl.tools.load import check_tool
 
@@ -254,6 +267,82 @@ class EnvSettings(Settings):
                 faults.append(InitErrorDetails(type=fault, loc=at, input=None))
         if faults:
             raise ValidationError.from_exception_data(type(self).__name__, faults)
+        return self
+
+
+SHARED_BY_SOURCES = ("retries", "on_rewrite", "max_prompt_tokens", "too_long", "max_conversation_tokens")
+
+
+class SourceSettings(TaskSettings):
+    """A task that is one source of a mix."""
+
+    weight: float = Field(1.0, gt=0, description="prompts per step, in proportion to the weights of all sources")
+    source: str | None = Field(
+        None, pattern=r"^[\w.-]+$", description="its name in metrics; null: that of the task, or of the dataset"
+    )
+    eval_dataset: str | None = Field(
+        None, description="a file or hub name of problems to measure; null: the task's own held-out split"
+    )
+
+    @property
+    def label(self) -> str:
+        return self.source or super().label
+
+
+class EnvSettings(TaskSettings):
+    """One task, or a mix of several."""
+
+    mix: list[SourceSettings] | None = Field(
+        None,
+        description="several tasks, each with the keys of env, a weight, a name (source) and problems to measure "
+        "(eval_dataset): the prompts of a step are drawn from them in proportion to the weights",
+    )
+
+    @property
+    def is_mix(self) -> bool:
+        return self.mix is not None
+
+    @property
+    def tasks(self) -> Sequence[TaskSettings]:
+        return self.mix or (self,)
+
+    @property
+    def label(self) -> str:
+        return super().label if self.mix is None else "+".join(source.label for source in self.mix)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_with_sources(cls, data: Any) -> Any:
+        """Gives the sources what holds for the whole run, and itself the most turns of a source."""
+        sources = data.get("mix") if isinstance(data, Mapping) else None
+        if not isinstance(sources, list) or not all(isinstance(source, Mapping) for source in sources):
+            return data
+        shared = {name: data.get(name, cls.model_fields[name].default) for name in SHARED_BY_SOURCES}
+        for source in sources:
+            if differing := [name for name in SHARED_BY_SOURCES if source.get(name, shared[name]) != shared[name]]:
+                names = ", ".join(differing)
+                raise ValueError(f"env.mix: {names} must be the same for all sources: set {names} beside mix")
+        turns = [source.get("max_turns", 1) for source in sources]
+        most = max(turns) if turns and all(isinstance(n, int) for n in turns) else 1
+        if data.get("max_turns", most) not in (most, 1):
+            raise ValueError("env.max_turns has no effect beside mix: set it in each source")
+        return {**data, "max_turns": most, "mix": [{**source, **shared} for source in sources]}
+
+    @model_validator(mode="after")
+    def _sources_fit_each_other(self) -> Self:
+        if self.mix is None:
+            return self
+        fields, read = TaskSettings.model_fields, (*SHARED_BY_SOURCES, "max_turns")
+        given = [name for name in fields if name not in read and getattr(self, name) != fields[name].default]
+        if given:
+            raise ValueError(f"env.mix: {', '.join(given)} beside mix would have no effect: set it in each source")
+        if len(self.mix) < 2:
+            raise ValueError(f"env.mix must have at least two sources: got {len(self.mix)}; a single one is env itself")
+        if any(source.agent is not None for source in self.mix):
+            raise ValueError("env.mix: a source cannot be an agent: leave out agent")
+        labels = [source.label for source in self.mix]
+        if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
+            raise ValueError(f"env.mix: each source must have a name of its own: {twice[0]} is there twice; set source")
         return self
 
 

@@ -44,7 +44,7 @@ class GRPOConfig(ModelSource):
     GROUPS: ClassVar[bool] = True
     FIXED: ClassVar[tuple[str, ...]] = (
         *ModelSource.FIXED,
-        *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split"),
+        *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split", "env.mix"),
     )
 
     algo: Literal[*PRESETS] = Field(
@@ -119,6 +119,8 @@ class GRPOConfig(ModelSource):
             )
         if self.env.agent is not None:
             self._check_agent()
+        if self.env.is_mix and self.eval.dataset is not None:
+            raise ValueError("eval.dataset: a mix is measured by source: set eval_dataset in those of env.mix")
         self.grpo_settings()
         needs_groups = self.GROUPS
         if self.algorithm is not None:
@@ -141,6 +143,18 @@ class GRPOConfig(ModelSource):
             if getattr(self.eval, name):
                 raise ValueError(f"eval.{name}: an agent is not measured on other rows; leave it out")
 
+    def _check_mix(self, advantage: dict[str, Any]) -> None:
+        """Raises ConfigError for advantages that compare rewards of one source with those of another."""
+        across = f"grpo.scale {advantage['scale']}" if advantage["scale"] == "batch" else ""
+        across = across or (f"algo {self.algo}, which whitens over the step" if advantage.get("whiten") else "")
+        across = across or ("ppo, which whitens over the step" if self.COMMAND == "ppo" else "")
+        if across or self.grpo.multi_objective_aggregation == "normalize_then_sum":
+            across = across or "grpo.multi_objective_aggregation normalize_then_sum"
+            raise ConfigError(
+                "env.mix: an advantage must be of its own group, because rewards of different sources are not "
+                f"comparable: got {across}; use llmrl grpo with an algo such as grpo, dapo or rloo."
+            )
+
     def grpo_settings(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:
         """Keyword arguments for MCAdvantage and the settings of GRPOLoss: the ``grpo`` section, then the preset.
 
@@ -155,6 +169,8 @@ class GRPOConfig(ModelSource):
             advantage["scale"] = own.scale
         if self.env.several_records:  # the last record of a conversation has the reward; all get its advantage
             advantage["trajectory_return"] = "sum"
+        if self.env.is_mix:
+            self._check_mix(advantage)
         if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
             advantage["on_zero_variance"] = "keep" if self.zero_variance == "keep" else "drop"
         if own.multi_objective_aggregation == "normalize_then_sum":

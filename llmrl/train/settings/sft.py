@@ -84,6 +84,8 @@ class SFTConfig(ModelSource):
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.env is not None and self.env.agent is not None:
             raise ValueError("env.agent is for recipes that sample, such as grpo: here leave it out")
+        if self.env is not None and self.env.is_mix:
+            raise ValueError("env.mix is for recipes that sample, such as grpo: here name one task")
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
         return self

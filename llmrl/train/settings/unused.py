@@ -11,6 +11,7 @@ from typing import Any
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.train.settings.environment import SHARED_BY_SOURCES
 
 _OWN_TASKS = ("sums", "big_sums", "colours", "sums_mistakes")
 
@@ -30,9 +31,15 @@ def _is_measured(config: Any) -> bool:
     if config.eval.dataset is not None:
         return True
     env, data = getattr(config, "env", None), getattr(config, "data", None)
+    if env is not None and env.is_mix:
+        return any(source.eval_dataset or _has_own_problems(source) for source in env.mix)
     if env is not None:
-        return env.name != "chat" and (env.dataset is None or not Path(env.dataset).exists())
+        return _has_own_problems(env)
     return data is None or (getattr(config, "measures_rows", False) and not _is_file(data.path))
+
+
+def _has_own_problems(env: Any) -> bool:
+    return env.name != "chat" and (env.dataset is None or not Path(env.dataset).exists())
 
 
 def _generates(config: Any) -> bool:
@@ -115,9 +122,21 @@ _NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def settings_without_effect(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+def settings_without_effect(config: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """The path of each setting whose value is not the default and has no effect, and a sentence that says why."""
-    for name, (has_effect, needed) in _NEEDS.items():
+    yield from _without_effect(config, _NEEDS)
+    of_env = {name: need for name, need in _NEEDS.items() if name.startswith("env.")}
+    for number, source in enumerate(getattr(getattr(config, "env", None), "mix", None) or ()):
+        one = config.model_copy(update={"env": source})
+        for (section, leaf), sentence in _without_effect(one, of_env):
+            if leaf not in SHARED_BY_SOURCES:
+                yield (section, "mix", number, leaf), sentence
+
+
+def _without_effect(
+    config: Any, needs: dict[str, tuple[Callable[[Any], bool], str]]
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    for name, (has_effect, needed) in needs.items():
         *sections, leaf = path = tuple(name.split("."))
         holder = config
         for section in sections:

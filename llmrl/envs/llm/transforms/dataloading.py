@@ -111,6 +111,14 @@ class DataLoadingPrimer(Transform):
         self.batch_size = torch.Size([prompts * (self.repeats if group_repeats else 1)])
         self._names: tuple[str, ...] | None = None  # of the columns, once they are known
         self._handed_out = 0  # rows pulled on this rank: the only state
+        self._assigned: tuple[list[int], list[int], list[int]] | None = None  # of the next pull, see `assign`
+
+    def assign(self, draws: Sequence[int], copies: Sequence[int], positions: Sequence[int]) -> None:
+        """Names the rows of the next `pull`, for an env that numbers the draws of several sources itself.
+
+        ``draws`` and ``copies`` set "group_id" and "seed"; ``positions`` are increasing, in this stream of rows.
+        """
+        self._assigned = list(draws), list(copies), list(positions)
 
     def pull(self, count: int) -> TensorDictBase:
         """The next ``count`` rows as a batch; fewer if the data end.
@@ -118,6 +126,11 @@ class DataLoadingPrimer(Transform):
         Raises  EndOfData if no rows are left; MissingKeyError, DataError for an invalid row: the position then stays
                 unchanged
         """
+        if self._assigned is not None:
+            (draws, copies, positions), self._assigned = self._assigned, None
+            distinct = list(dict.fromkeys(positions))
+            by_position = dict(zip(distinct, self._source.rows(distinct), strict=True))
+            return self._numbered(self._columns(positions, by_position), draws, copies)
         first = self._handed_out
         numbers = range(first, first + count)
         draws = self._within_limit([(n // self.repeats) * self.world_size + self.rank for n in numbers])
@@ -131,11 +144,13 @@ class DataLoadingPrimer(Transform):
             raise EndOfData(f"DataLoadingPrimer: all {self.epochs} epochs were read ({first} rows on this rank).")
         batch = self._columns(draws, by_draw)
         self._handed_out = first + count
+        return self._numbered(batch, draws, [n % self.repeats for n in numbers[:count]])
+
+    def _numbered(self, batch: dict[str, Any], draws: list[int], copies: list[int]) -> TensorDictBase:
         batch["group_id"] = torch.tensor(draws, device=self.device)
         if self.seed is not None:
-            copies = [n % self.repeats for n in numbers[:count]]
             batch["seed"] = row_seeds(self.seed, draws, copies).to(self.device)
-        return new_tensordict(batch, [count], self.device)
+        return new_tensordict(batch, [len(draws)], self.device)
 
     def set_container(self, container: EnvSpecs) -> None:
         super().set_container(container)
