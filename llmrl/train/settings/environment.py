@@ -325,7 +325,10 @@ class EnvSettings(TaskSettings):
         turns = [source.get("max_turns", 1) for source in sources]
         most = max(turns) if turns and all(isinstance(n, int) for n in turns) else 1
         if data.get("max_turns", most) not in (most, 1):
-            raise ValueError("env.max_turns has no effect beside mix: set it in each source")
+            raise ValueError(
+                f"env.max_turns beside mix is the most of its sources, {most}: got {data['max_turns']}; leave it out, "
+                "or set it in each source"
+            )
         return {**data, "max_turns": most, "mix": [{**source, **shared} for source in sources]}
 
     @model_validator(mode="after")
