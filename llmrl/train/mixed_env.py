@@ -108,7 +108,10 @@ class MixedEnv(EnvBase):
                 copies = [numbers[row] % self.repeats for row in rows]
                 env.primer.assign([draws[row] for row in rows], copies, [places[row][1] for row in rows])
                 started = env.reset(new_tensordict({}, [len(rows)]))
-                parts.append((rows, started.set(SOURCE, column([name] * len(rows)))))
+                # By source, not by draw: a row is known by its group, and to sort a batch costs more than to start it.
+                start = sum(len(before) for before, _ in parts)
+                own = list(range(start, start + len(rows)))
+                parts.append((own, started.set(SOURCE, column([name] * len(rows)))))
         self._handed_out = first + count
         return _joined(parts, self._columns)
 
