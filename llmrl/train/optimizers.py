@@ -78,7 +78,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         given: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
         self._muon = torch.optim.Muon(matrices, **given)
         others = [parameter for parameter in parameters if id(parameter) not in chosen]
-        self._adamw = torch.optim.AdamW(others, **given, betas=optim.betas, fused=True)
+        # On a CPU fused rounds by the place in a shard; Muon's bfloat16 would make that visible.
+        kernel = "fused" if all(parameter.is_cuda for parameter in others) else "foreach"
+        self._adamw = torch.optim.AdamW(others, **given, betas=optim.betas, **{kernel: True})
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
         set_options(self, optim)
 
