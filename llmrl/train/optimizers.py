@@ -38,7 +38,7 @@ def make_optimizer(
     if optim.name == "muon":
         return MuonWithAdamW(parameters, matrices, optim)
     if optim.name == "adamw_offload":
-        return OffloadedAdamW(parameters, **options)
+        return OffloadedAdamW(parameters, **options, fused=True)
     # fused: one pass over the parameters, while foreach makes several and allocates temporaries of their size
     return torch.optim.AdamW(parameters, **options, fused=True)
 
