@@ -25,7 +25,7 @@ def import_optimizer(optim: OptimSettings) -> Any:
 
 
 def make_optimizer(
-    parameters: Iterable[Tensor], optim: OptimSettings, *, matrices: Iterable[Tensor] = ()
+    parameters: Iterable[Tensor], optim: OptimSettings, device: torch.device, *, matrices: Iterable[Tensor] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer of the settings; ``matrices`` are those of ``parameters`` that Muon trains, if it is chosen.
 
@@ -36,11 +36,11 @@ def make_optimizer(
     if optim.name == "adamw_8bit":
         return package.AdamW8bit(parameters, **options)
     if optim.name == "muon":
-        return MuonWithAdamW(parameters, matrices, optim)
+        return MuonWithAdamW(parameters, matrices, optim, fused=device.type == "cuda")
     if optim.name == "adamw_offload":
-        return OffloadedAdamW(parameters, **options, fused=True)
-    # fused: one pass over the parameters, while foreach makes several and allocates temporaries of their size
-    return torch.optim.AdamW(parameters, **options, fused=True)
+        return OffloadedAdamW(parameters, **options)
+    # fused: one kernel per step, while foreach allocates temporaries of the size of the parameters
+    return torch.optim.AdamW(parameters, **options, **({"fused": True} if device.type == "cuda" else {"foreach": True}))
 
 
 def set_options(optimizer: torch.optim.Optimizer, optim: OptimSettings) -> None:
@@ -72,15 +72,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
     that of a single process. Its momentum stays sharded.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], matrices: Iterable[Tensor], optim: OptimSettings) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], matrices: Iterable[Tensor], optim: OptimSettings, *, fused: bool
+    ) -> None:
         matrices = list(matrices)
         chosen = set(map(id, matrices))
         given: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
         self._muon = torch.optim.Muon(matrices, **given)
         others = [parameter for parameter in parameters if id(parameter) not in chosen]
-        # On a CPU fused rounds by the place in a shard; Muon's bfloat16 would make that visible.
-        kernel = "fused" if all(parameter.is_cuda for parameter in others) else "foreach"
-        self._adamw = torch.optim.AdamW(others, **given, betas=optim.betas, **{kernel: True})
+        self._adamw = torch.optim.AdamW(others, **given, betas=optim.betas, fused=fused, foreach=not fused)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
         set_options(self, optim)
 

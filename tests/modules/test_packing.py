@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm import packing as module
+from llmrl.modules.llm import shared_prefixes
 from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logprobs
 from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.modules.llm.shared_prefixes import can_share_prefixes, group_rows, share_prefixes
@@ -333,6 +334,12 @@ def test_a_model_is_tried_again_under_another_attention():
 # ---------------------------------------------------------------------------------------------- beginnings in common
 
 
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models share beginnings too."""
+    monkeypatch.setattr(shared_prefixes, "LEAST_HIDDEN_SIZE", 0)
+
+
 def with_common_beginnings() -> list[torch.Tensor]:
     """Answers to two prompts with one system prompt, in any order, of which two are equal and one is empty."""
     system, first, second, *answers = sequences([3, 6, 4, 5, 1, 7, 3, 2], seed=5)
@@ -341,6 +348,7 @@ def with_common_beginnings() -> list[torch.Tensor]:
     return [*rows, rows[0].clone(), prompts[1]]
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("name", "attention"), [(n, a) for n in DENSE for a in ("sdpa", "eager")])
 def test_rows_with_common_beginnings_equal_separate_ones(tmp_path, name: str, attention: str, tied: bool):
@@ -351,7 +359,9 @@ def test_rows_with_common_beginnings_equal_separate_ones(tmp_path, name: str, at
         expected = naive_scores(model, ids, mask, select)
         seen = shapes_seen(model)
         scores = token_logprobs(model, ids, mask, select, entropy=True, packing="auto")
-        assert [shape[0] * shape[1] for shape in seen] == [9 + 5 + 7 + 2 + 5 + 7 + 1 + 3]
+        assert [shape[0] * shape[1] for shape in seen] == [2 * (9 + 5 + 7 + 2 + 5)], (
+            "two packs, as wide as the group that has more tokens"
+        )
         torch.testing.assert_close(scores.log_probs, expected[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scores.entropy, expected[1], atol=1e-5, rtol=1e-5)
         assert_same_gradients(weighted_gradients(model, scores), weighted_gradients(model, expected))
@@ -373,6 +383,7 @@ def test_groups_of_rows_begin_alike_and_save_tokens(rows: list[list[int]], width
     assert sum(group.num_tokens for group in groups) <= sum(map(len, rows))
 
 
+@pytest.mark.usefixtures("any_size")
 def test_beginnings_are_shared_only_where_the_model_reads_such_a_mask_and_a_fifth_is_saved(monkeypatch):
     rows = with_common_beginnings()
     ids, mask, _ = padded(rows)
@@ -388,8 +399,11 @@ def test_beginnings_are_shared_only_where_the_model_reads_such_a_mask_and_a_fift
         lambda attention_mask=None, **inputs: forward(**inputs, attention_mask=None),
     )
     assert not can_share_prefixes(model), "its body takes a mask and ignores it"
+    monkeypatch.setattr(shared_prefixes, "LEAST_HIDDEN_SIZE", 32)
+    assert not can_share_prefixes(build("qwen2")), "it is too small to gain from it"
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_steps_with_groups_of_answers_have_one_result(tmp_path, tied):
     """Micro-batches of one or two prompts: rows stay together, and metrics are those of padded rows."""

@@ -381,7 +381,7 @@ def test_moments_in_host_memory_give_the_steps_of_adamw():
     models = [torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)]
     models[1].load_state_dict(models[0].state_dict())
     makes = [
-        make_optimizer(model.parameters(), OptimSettings(name=name, lr=0.1, weight_decay=0.1))
+        make_optimizer(model.parameters(), OptimSettings(name=name, lr=0.1, weight_decay=0.1), torch.device("cpu"))
         for model, name in zip(models, ("adamw", "adamw_offload"), strict=True)
     ]
     assert isinstance(makes[1], OffloadedAdamW)
@@ -404,7 +404,7 @@ def test_muon_trains_the_matrices_of_decoder_layers_and_adamw_all_else():
     parts = {name.split(".")[-2] for name in named}
     assert parts == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert len(named) == 2 * 7
-    optimizer = make_optimizer(ours.parameters(), optim, matrices=matrices)
+    optimizer = make_optimizer(ours.parameters(), optim, torch.device("cpu"), matrices=matrices)
     by_muon = [weight for name, weight in theirs.named_parameters() if name in named]
     others = [weight for name, weight in theirs.named_parameters() if name not in named]
     muon = torch.optim.Muon(by_muon, lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
@@ -425,7 +425,7 @@ def test_muon_trains_the_matrices_of_decoder_layers_and_adamw_all_else():
 def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(MissingDependencyError, match=r"optim.name=adamw_8bit: .*llmrl\[optim\]"):
-        make_optimizer(torch.nn.Linear(2, 2).parameters(), OptimSettings(name="adamw_8bit"))
+        make_optimizer(torch.nn.Linear(2, 2).parameters(), OptimSettings(name="adamw_8bit"), torch.device("cpu"))
 
 
 # --- speed
@@ -502,7 +502,7 @@ def test_a_gpu_needs_what_the_plan_says(checkpointing):
     plan = plan_memory(config, model_shape(model), num_gpus=1, low_precision=True, capacity=80e9)
     if checkpointing:
         recompute_blocks(model)
-    optimizer = make_optimizer(model.parameters(), config.optim)
+    optimizer = make_optimizer(model.parameters(), config.optim, torch.device("cuda"))
     scorer = TokenScorer(model, packing="off")
     ids, mask = torch.ones(16, 1024, dtype=torch.int64).cuda(), torch.ones(16, 1024, dtype=torch.bool).cuda()
     for _ in range(2):

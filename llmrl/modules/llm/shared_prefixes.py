@@ -33,6 +33,7 @@ from llmrl.modules.llm.packing import (
 )
 
 _WIDTH = 1024  # of a group, unless a row is longer: attention with a mask is quadratic in it
+LEAST_HIDDEN_SIZE = 512  # of a model: a tiny one spends more on the wider mask than its layers save
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def share_prefixes(model: nn.Module, input_ids: Tensor, attended_BT: Tensor, pac
     groups = group_rows(rows)
     if sum(group.num_tokens for group in groups) > WORTH_PACKING * sum(lengths):
         return None
-    return lay_out_groups(rows, groups, input_ids.device)
+    packed = lay_out_groups(rows, groups, input_ids.device)
+    return packed if packed.input_ids.numel() <= WORTH_PACKING * sum(lengths) else None
 
 
 def group_rows(rows: list[list[int]], width: int = _WIDTH) -> list[Group]:
@@ -89,9 +91,9 @@ def _common_lengths(rows: list[list[int]]) -> list[int]:
 
 
 def lay_out_groups(rows: list[list[int]], groups: list[Group], device: torch.device) -> Packed:
-    """Lays the groups end to end in packs as wide as the largest of them, or as one of a few small ones."""
+    """Lays the groups end to end, in packs as wide as the largest of them."""
     sizes = [group.num_tokens for group in groups]
-    layout = lay_out(sizes, max(max(sizes), min(_WIDTH, sum(sizes))))
+    layout = lay_out(sizes)
     ids, positions, owners, places = [], [], [], []  # of positions with a token, in the order of the groups
     index: list[list[int]] = [[]] * len(rows)
     for group, start in zip(groups, layout.starts, strict=True):
@@ -143,6 +145,8 @@ def _try(model: nn.Module, attention: str) -> bool:
     if path is None or attention not in ("sdpa", "eager"):  # others read no mask
         return False
     config = model.config.get_text_config()
+    if config.hidden_size < LEAST_HIDDEN_SIZE:
+        return False
     kinds = getattr(config, "layer_types", None) or ()
     if getattr(config, "sliding_window", None) or any(kind != "full_attention" for kind in kinds):
         return False  # the mask would need the window
