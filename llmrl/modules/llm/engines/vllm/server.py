@@ -133,7 +133,10 @@ class ServerCore:
 
     def _complete_row(self, prompt: list[int], options: Mapping[str, Any], end: float) -> Completion:
         body = {"model": self._model_name, "prompt": prompt, "return_token_ids": True, "add_special_tokens": False}
-        choice = self._connections.ask("POST", "/v1/completions", body | options, end=end)["choices"][0]
+        answer = self._connections.ask("POST", "/v1/completions", body | options, end=end)
+        if not answer.get("choices"):  # a server whose engine ends may still answer, with nothing or with an error
+            raise RolloutError(f"VLLMEngine: {self.url}/v1/completions must answer with choices: got {answer!r:.300}.")
+        choice = answer["choices"][0]
         if choice["prompt_token_ids"] != prompt:
             raise RolloutError(f"VLLMEngine: {self.url} must read the prompt ids that were sent: it read others.")
         if k := options.get("prompt_logprobs"):
