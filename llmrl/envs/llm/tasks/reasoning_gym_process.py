@@ -76,7 +76,7 @@ def _generate(request: Any, reply: Callable[[Any], None]) -> None:
 def _dataset(task: str, config: str, seed: int = 0, size: int = 1) -> Any:
     """The library's dataset. Raises ConfigError, which begins with the option, for what cannot be made."""
     gym = require("reasoning_gym", extra="reasoning", used_by="reasoning_gym")
-    warnings.simplefilter("ignore")  # of numpy about answers that are no numbers
+    warnings.simplefilter("ignore")  # of numpy, about answers that are not numbers
     tasks = gym.factory.DATASETS
     settings = json.loads(config)
     _check(tasks, task, settings, "task", "config")
