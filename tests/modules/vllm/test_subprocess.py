@@ -318,7 +318,7 @@ def test_calls_end_when_the_process_dies_and_a_new_one_has_the_weights(engine, m
     os.kill(pid, signal.SIGABRT)
     killed = "killed by SIG(ABRT|SEGV)"  # Python prints the stacks of threads that still run, which can itself fault
     for call in calls:
-        with pytest.raises(RolloutError, match=r"Its last lines:\n(?s:.*) File .*, line \d+,? in ") as caught:  # the stack
+        with pytest.raises(RolloutError, match=r"Its last lines:\n(?s:.*) File .*, line \d+,? in ") as caught:  # stack
             call.result()
         assert re.search(rf"while generating 3 rows: process {pid} \(EngineCore\) was {killed}\.", str(caught.value))
     with pytest.raises(RolloutError, match=f"was {killed}"):
