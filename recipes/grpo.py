@@ -78,7 +78,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     rollouts = run.close_at_end(RolloutSource(source, engine, updater.scorer, session, config))
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     held_out = prepared.held_out
-    evaluator = make_evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
+    most = {"concurrency": config.rollout.concurrency}  # of an agent's rollouts
+    evaluator = make_evaluator(session, engine.policy, task, held_out, config.eval, **most) if held_out else None
     sampled, sources = None, [source.label for source in config.env.mix or ()]
 
     declared = [*algorithm.policy_loss.metrics.values(), *algorithm.metrics.values()]

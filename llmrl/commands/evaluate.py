@@ -21,7 +21,7 @@ from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.objectives.llm import DPOLoss, KTOLoss, RewardLoss, SFTLoss
 from llmrl.report.intervals import interval
 from llmrl.run.checkpoint import check_files
-from llmrl.run.console import format_duration, print_summary
+from llmrl.run.console import format_duration, print_summary, warn
 from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import load_state
@@ -76,6 +76,11 @@ def evaluate(
         temperature = 0.0 if samples == 1 else config.sampling.temperature if isinstance(config, GRPOConfig) else 1.0
     check_files(checkpoint)
     with Session(config) as session:
+        if config.env.agent is not None and config.parallel.mode == "fsdp2" and session.world_size > 1:
+            raise ConfigError(
+                "llmrl eval: env.agent needs a whole model in each process, because those of a sharded one generate in "
+                "lockstep: got parallel.mode fsdp2; give parallel.mode=ddp."
+            )
         source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         with closing(make_task(config.env, tokenizer)) as task:
@@ -85,6 +90,8 @@ def evaluate(
             policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
             for settings, rows in sets:
                 asking = {"samples": samples, "temperature": temperature}
+                if isinstance(config, GRPOConfig):
+                    asking["concurrency"] = config.rollout.concurrency
                 for part, own in task.parts(rows):
                     make = partial(Evaluator, session, policy, part, own, settings, **asking)
                     _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
@@ -152,8 +159,6 @@ def _sets(
     sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
         remedy = "--data FILE, whose loss is measured, or env=..." if config.env is None else "eval.dataset=..."
-        if config.env is not None and config.env.agent is not None:
-            raise ConfigError("llmrl eval: env.agent is not measured here: let your agent call llmrl serve RUN.")
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; give {remedy}")
     return sets
 
@@ -233,7 +238,8 @@ def _measure(
     found |= {"source": task.label} if isinstance(task, SourceSettings) else {}
     found |= {"dataset": settings.dataset, "split": settings.split, "rows": evaluator.num_rows}
     if answers:
-        found |= {"failed": evaluator.failed, **sample_metrics(evaluator.answers)}
+        found |= {"failed": evaluator.failed} | ({"failure": evaluator.warning} if evaluator.warning else {})
+        found |= sample_metrics(evaluator.answers)
         found |= {} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}
     else:
         std = evaluator.metrics.get(f"eval/{evaluator.unit}/std")
@@ -249,9 +255,11 @@ def _measure(
     bounds = "" if found.get("interval") is None else " [{:.3f}, {:.3f}]".format(*found["interval"])
     average = f"avg@{found['samples']} " if "samples" in found else ""
     called = "" if evaluator.call_rate is None else f", {evaluator.call_rate:.0%} call"
-    lost = f" · scoring failed on {evaluator.failed}" if evaluator.failed else ""
+    lost = f" · {evaluator.failed} failed" if evaluator.failed else ""
     shown = ("majority", "perplexity", "margin", *(["loss"] if "mean" in found else []))
     others = [f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@") or key in shown]
+    if evaluator.warning:
+        warn(session.console, evaluator.warning)
     print_summary(
         session.console,
         [

@@ -84,7 +84,7 @@ def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
     """The first and last value of the reward (else the loss), and of every evaluation."""
     names = {name for row in steps for name in row if name.startswith("eval/")}
     evaluations = sorted(
-        (name for name in names if not name.endswith(("/std", "/count"))), key=lambda name: name.split("/")
+        (name for name in names if not name.endswith(("/std", "/count", "/failed"))), key=lambda name: name.split("/")
     )
     changes = []
     for name in ["reward/mean" if any("reward/mean" in row for row in steps) else "policy/loss", *evaluations]:

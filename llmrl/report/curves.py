@@ -117,7 +117,9 @@ CHARTS = (
     ),
 )
 # Drawn as part of another chart, or a multiple of a value that is drawn.
-_NOT_DRAWN = re.compile(r"step|time/\w+|reward/(p10|p90)|eval/.*/(mean|std|count)|data/epoch|perf/train_tok_s_device")
+_NOT_DRAWN = re.compile(
+    r"step|time/\w+|reward/(p10|p90)|eval/.*/(mean|std|count|failed)|data/epoch|perf/train_tok_s_device"
+)
 _ALWAYS_DRAWN = ("Reward", "Loss", "Held-out loss", "Time per step")
 _OF_SOURCE = re.compile(r"source/([\w.-]+)/(\w+)")  # of a mix: one chart for each measure, with a line for each source
 _REWARD_FUNCTION = re.compile(r"reward/([\w.-]+)/mean")

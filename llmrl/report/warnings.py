@@ -69,6 +69,14 @@ def _failed(run: RunFiles) -> Iterator[Finding]:
             "The warnings in the run's output name the first error of each step: a reward that raises, a tool or an "
             "engine that does not answer. env.retries tries again.",
         )
+    names = {name for row in run.steps for name in row if name.startswith("eval/") and name.endswith("/failed")}
+    for name in sorted(names):
+        lost = [row[name] for row in run.steps if row.get(name)]
+        yield Finding(
+            f"In {counted(len(lost), 'evaluation')} of {name.split('/')[1]} {counted(sum(lost), 'answer')} failed. "
+            "They are not in its mean.",
+            "The warnings in the run's output say why. Means that leave out hard problems are too high.",
+        )
 
 
 def _untrained(run: RunFiles) -> Iterator[Finding]:

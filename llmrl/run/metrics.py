@@ -119,8 +119,8 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU, peak memory of the process since its start",
 }
 
-# An evaluation has the mean, std and count of its scores, and call_rate if there are tools; that of pairs is "pairs",
-# of single answers "answers".
+# An evaluation has the mean, std and count of its scores, call_rate if there are tools, failed if some failed; that of
+# pairs is "pairs", of single answers "answers".
 _FAMILIES = {
     r"reward/[\w.-]+/\w+": "reward/<function>/mean",
     r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean",

@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems, with the tools and the user of the training task."""
+"""Evaluation on held-out problems, with the tools and the user of the training task, or by its agent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDictBase
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm.completions import completion_texts
+from llmrl.envs.llm.transforms.dataloading import row_seeds
+from llmrl.errors import caused_by
+from llmrl.train.agent_runs import AgentRuns, AgentTask
 from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
@@ -31,6 +35,9 @@ class Evaluator:
     are left out of the mean and counted in ``failed``. ``metrics`` contains the mean, standard deviation and count of
     the scores, and with tools the share of conversations that called one. ``answers`` contains the scores (NaN: failed)
     and texts of each row's answers.
+
+    An agent answers all rows at the same time, at most ``eval.batch_size`` and ``concurrency`` of them; its score is
+    its reward.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class Evaluator:
         *,
         samples: int = 1,
         temperature: float = 0.0,
+        concurrency: int | None = None,
     ):
         split, size = settings.split, max(1, settings.batch_size // samples)
         self.session = session
@@ -51,7 +59,7 @@ class Evaluator:
         self.name = f"{env.label} {split}"
         self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
         self.num_rows = len(rows)
-        self.failed = 0
+        self.failed, self.first_error = 0, ""
         self.score = self.std = math.nan  # of the last run, like those below
         self.num_scored = 0
         self.answers: list[tuple[list[float], list[str]]] = []
@@ -62,9 +70,17 @@ class Evaluator:
             generate_kwargs={"max_new_tokens": settings.max_tokens, "temperature": temperature},
             prefer_tokens=True,  # nothing is trained, so a template may rewrite earlier turns
         )
-        mine = list(rows[session.rank :: session.world_size])
-        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
+        places = range(session.rank, len(rows), session.world_size)
         self._samples = samples
+        self._concurrency = min(settings.batch_size, concurrency or settings.batch_size)
+        self._envs, self._agent_tasks = [], []
+        if env.agent is not None:
+            for place in places:
+                seeds = row_seeds(0, [place] * samples, range(samples)).tolist()
+                self._agent_tasks += [AgentTask(rows[place], place, seed) for seed in seeds]
+            return
+        mine = [rows[place] for place in places]
+        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
         options = {"shuffle": False, "repeats": samples, "group_repeats": True}
         self._envs = [task.make_env(batch, num_envs=len(batch), **options) for batch in batches]
 
@@ -72,12 +88,7 @@ class Evaluator:
         scores: list[float] = []
         texts: list[str] = []
         called: list[bool] = []
-        for env in self._envs:
-            env.reset_dataloader()  # every evaluation uses the same rows
-        options = {"policy": self._policy, "yield_only_last_steps": True, "retries": self._retries}
-        with self.session.autocast(), self.session.in_step(self._policy):
-            results = [LLMCollector(env, **options).rollout() for env in self._envs]
-        for rollouts in results:
+        for rollouts in self._agent_rollouts() if self._agent_tasks else self._conversations():
             # A conversation may be several records; only the last is done. Sort answers by their row.
             ends = rollouts.get(("next", "done")).flatten().nonzero().flatten()
             ends = ends[rollouts.get("group_id")[ends].argsort(stable=True)]
@@ -95,6 +106,7 @@ class Evaluator:
         self.answers = self.session.gather(own)
         valid = [score for row, _ in self.answers for score in row if math.isfinite(score)]
         self.failed = len(self.answers) * self._samples - len(valid)
+        self.first_error = next(filter(None, self.session.gather([self.first_error])), "")
         if self._has_tools:
             called = self.session.gather(called)
             self.call_rate = sum(called) / max(1, len(called))
@@ -102,10 +114,35 @@ class Evaluator:
         self.score, self.std = (statistics.fmean(valid), statistics.pstdev(valid)) if valid else (math.nan, math.nan)
         return self.score
 
+    def _conversations(self) -> list[TensorDictBase]:
+        """The rollouts of this rank's batches."""
+        for env in self._envs:
+            env.reset_dataloader()  # every evaluation uses the same rows
+        options = {"policy": self._policy, "yield_only_last_steps": True, "retries": self._retries}
+        with self.session.autocast(), self.session.in_step(self._policy):
+            return [LLMCollector(env, **options).rollout() for env in self._envs]
+
+    def _agent_rollouts(self) -> list[TensorDictBase]:
+        """Those of an agent. Its endpoint is this evaluation's own, so nothing of it reaches what is trained."""
+        limits = {"concurrency": self._concurrency, "modes": self.session.autocast}
+        with closing(AgentRuns(self.task.settings, self._policy, **limits)) as runs:
+            rollouts = runs.run(self._agent_tasks)
+            self.first_error = runs.first_error
+        return [rollouts]
+
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last run."""
-        return eval_metrics(self.metric, self.score, self.std, self.num_scored, call_rate=self.call_rate)
+        own = {"call_rate": self.call_rate, "failed": self.failed or None}
+        return eval_metrics(self.metric, self.score, self.std, self.num_scored, **own)
+
+    @property
+    def warning(self) -> str:
+        """The number of answers of the last run that are not in its score, and why; "" for none."""
+        if not self.failed:
+            return ""
+        words = f"{self.name}: {self.failed} of {self.failed + self.num_scored} failed and are not in the mean"
+        return f"{caused_by(words, self.first_error)}" if self.first_error else f"{words}."
 
     @property
     def measures(self) -> dict[str, str]:
@@ -141,6 +178,10 @@ class MixedEvaluator:
     def summary(self) -> str:
         return "  ".join(part.summary for part in self.parts)
 
+    @property
+    def warning(self) -> str:
+        return "  ".join(filter(None, (part.warning for part in self.parts)))
+
 
 def make_evaluator(
     session: Session,
@@ -148,19 +189,22 @@ def make_evaluator(
     task: Task,
     rows: Sequence[Mapping[str, Any]],
     settings: EvalSettings,
+    *,
+    concurrency: int | None = None,
 ) -> Evaluator | MixedEvaluator:
     """The evaluator of the rows; of a mix, one for each source that has any."""
-    parts = [Evaluator(session, policy, part, own, settings) for part, own in task.parts(rows)]
+    limits = {"concurrency": concurrency}
+    parts = [Evaluator(session, policy, part, own, settings, **limits) for part, own in task.parts(rows)]
     return parts[0] if len(parts) == 1 else MixedEvaluator(parts)
 
 
-def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: float | None = None) -> dict[str, float]:
-    """The metrics of an evaluation, named like ``name`` = ".../mean"; without ``call_rate`` if it is None.
+def eval_metrics(name: str, mean: float, std: float, count: int, **others: float | None) -> dict[str, float]:
+    """The metrics of an evaluation, named like ``name`` = ".../mean"; without those of ``others`` that are None.
 
     >>> eval_metrics("eval/sums/mean", 0.75, 0.433, 500)
     {'eval/sums/mean': 0.75, 'eval/sums/std': 0.433, 'eval/sums/count': 500}
     """
-    values = {"mean": mean, "std": std, "count": count, "call_rate": call_rate}
+    values = {"mean": mean, "std": std, "count": count, **others}
     return {f"{name.removesuffix('mean')}{key}": value for key, value in values.items() if value is not None}
 
 

@@ -63,7 +63,7 @@ class HeldOutEvaluator:
     """
 
     call_rate = None
-    failed = 0
+    failed, warning = 0, ""
 
     def __init__(
         self, updater: Updater, loss: SFTLoss | DPOLoss | KTOLoss | RewardLoss, rows: TokenizedRows, *, split: str

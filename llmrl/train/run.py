@@ -215,6 +215,8 @@ class Run(AbstractContextManager):
         if evaluator and not self.resume:
             evaluator.run()
             self._log.log(0, evaluator.metrics)
+            if evaluator.warning:
+                warn(self.session.console, f"before step 1: {evaluator.warning}")
 
     def steps(self, total: int, columns: Sequence[Column]) -> Iterator[int]:
         """The numbers of the remaining steps of ``total``; ends early after Ctrl-C, or `evaluate_to_stop`.
@@ -273,6 +275,8 @@ class Run(AbstractContextManager):
         evaluator.run()
         self._eval_seconds += time.perf_counter() - clock
         self._notes.append(evaluator.summary)
+        if evaluator.warning:
+            warn(self.session.console, f"step {self._step}: {evaluator.warning}")
         return evaluator.metrics
 
     def evaluate_when_due(self, evaluator: AnyEvaluator | None, every: int) -> dict[str, float]:
@@ -354,8 +358,7 @@ class Run(AbstractContextManager):
                 changes.append((label, before.get(metric), self._metrics.get(metric)))
         logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
         env = getattr(self.config, "env", None)
-        agent = getattr(env, "agent", None) is not None  # which answers through the server, and is not measured here
-        measured = "serve" if agent else "eval" if evaluator is not None or env is not None else "show"
+        measured = "eval" if evaluator is not None or env is not None else "show"
         following = [f"llmrl {'resume' if self._interrupted else measured} {self.path}"]
         # Those of the report, because a run that is read in a terminal must not end as if all were well.
         warnings = findings(files) if files else []

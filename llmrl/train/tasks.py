@@ -32,6 +32,7 @@ from llmrl.errors import ConfigError, DataError, LLMRLError
 from llmrl.loading import load_function
 from llmrl.modules.llm.policies.columns import refuse_reserved
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
+from llmrl.optional import check_installed
 from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
@@ -66,8 +67,6 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
             rows = eval_rows(source, settings.model_copy(update={"dataset": source.eval_dataset}))
             found += [_tagged(row, source.label) for row in rows or ()]
         return found or None
-    if env.agent is not None:
-        return None  # it is not measured
     if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
         return None
     dataset = settings.dataset or env.dataset
@@ -82,6 +81,14 @@ def _tagged(row: Row, source: str) -> Row:
     tagged = copy.copy(row)
     tagged[SOURCE] = source
     return tagged
+
+
+def _check_agent_rows(rows: Sequence[Row], who: str) -> None:
+    """Raises MissingDependencyError without the server that agents call, DataError for columns with reserved names."""
+    for package in ("starlette", "uvicorn"):
+        check_installed(package, extra="serve", used_by="env.agent")
+    if rows:
+        refuse_reserved(rows[0], who)
 
 
 def _nothing(completion: str) -> float:
@@ -113,7 +120,7 @@ class Task:
         Raises  DataError that names the first row that does not fit, if ``too_long`` is "error"
         """
         if self.settings.agent is not None:  # which makes its prompts itself
-            refuse_reserved(rows[0], "env.dataset")
+            _check_agent_rows(rows, "env.dataset")
             return list(rows), 0, []
         limit, lengths = self.settings.max_prompt_tokens, self._prompt_lengths(rows)
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
@@ -130,9 +137,12 @@ class Task:
         return kept, len(rows) - len(kept), [length for length in lengths if length <= limit]
 
     def longest_prompt(self, rows: Sequence[Row]) -> int:
-        """The length of the longest prompt of these rows, in tokens; 0 without rows. Raises DataError for images that a
-        reward cannot read, and TemplateError for images that the model cannot read.
+        """The length of the longest prompt of these rows, in tokens; 0 without rows, and for an agent's. Raises
+        DataError for images that a reward cannot read, and TemplateError for images that the model cannot read.
         """
+        if self.settings.agent is not None:
+            _check_agent_rows(rows, "eval.dataset")
+            return 0
         return max(self._prompt_lengths(rows), default=0) if rows else 0
 
     def unused_columns(self, rows: Sequence[Row]) -> list[str]:
@@ -154,7 +164,7 @@ class Task:
         Environments of one task share its tools and reward functions, but not conversations.
         """
         if self.settings.agent is not None:
-            raise ConfigError("env.agent: conversations are the agent's own, and its answers are not measured here.")
+            raise ConfigError("env.agent: conversations are the agent's own: there is no environment.")
         env = self._asking(rows, (*self._acting, *self._scoring), **options)
         if not env.reward_keys and not self.settings.NEEDS_REWARD:
             env.append_transform(RewardFunction(_nothing, name="none"))

@@ -1,5 +1,6 @@
 """`env.agent`: the rollouts of a user's own agent, what counts as a failure, and runs that are trained by them."""
 
+import json
 import math
 import threading
 from contextlib import nullcontext
@@ -15,6 +16,9 @@ from llmrl.endpoint.agents import Agent
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.objectives.llm import Algorithm
 from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.report.run_files import read_run
+from llmrl.report.warnings import findings
+from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.rollouts.agents import AgentRollouts
 from llmrl.train.settings import GRPOConfig
@@ -30,7 +34,7 @@ import openai
 
 SHARED = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 tried = collections.defaultdict(itertools.count)
-late = threading.Event()
+late, meeting = threading.Event(), threading.Barrier(4)
 
 def ask(base_url, api_key, *said):
     client, messages = SHARED.with_options(base_url=base_url, api_key=api_key), []
@@ -44,6 +48,13 @@ def share(base_url, api_key, row):
     answer = ask(base_url, api_key, row["prompt"], "again")
     ask(base_url, api_key, "A title, please.")  # not the task: left out of training
     return {"reward": sum(letter in "aeiou" for letter in answer) / 10, "letters": len(answer)}
+
+def together(base_url, api_key, row):
+    if row["answer"] == "lost":
+        raise KeyError("no such page")
+    if row["answer"] == "held out":
+        meeting.wait(60)  # for the three others
+    return share(base_url, api_key, row)
 
 async def later(base_url, api_key, row):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -209,13 +220,53 @@ def test_a_run_is_trained_by_an_agent_and_resumed_exactly(agents, place):
     assert [step["mismatch/logp_abs_max"] < 1e-4 for step in steps] == [True] * 4
     place.cut_back("run", "cut", to=2)
     place.run("resume", "cut")
-    place.run("eval", "run", code=2, words=["env.agent is not measured here", "llmrl serve RUN"])
+    place.run("eval", "run", code=2, words=["run has no held-out problems; give eval.dataset=..."])
     place.same("run", "cut", step=4, tolerance=1e-5)  # rounding depends on which calls are computed together
     for step in range(1, 5):
         was, now = (
             [(r.prompt, r.completion, r.reward, r.rewards) for r in place.rollouts(n, step)] for n in ("run", "cut")
         )
         assert was == now
+
+
+def test_held_out_rows_are_measured_at_the_same_time_and_nothing_of_them_is_trained(agents, place):
+    env = {"dataset": "prompts.jsonl", "agent": {"run": "my_agents:together", "train": "all"}, "reward": None}
+    place.rows("held.jsonl", [{"prompt": f"Tell {n}", "answer": "lost" if n == 1 else "held out"} for n in range(5)])
+    place.rows("reserved.jsonl", [{"prompt": "Tell 1", "seed": 1}])
+    named = ["eval.dataset: a column of the data must not have the name of another entry of the batch: got 'seed'"]
+    place.plan("grpo", env=env, eval={"dataset": "reserved.jsonl"}, code=3, words=named)
+    place.train("grpo", "plain", env=env)
+    held_out = {"dataset": "held.jsonl", "every": 2, "max_tokens": 8}
+    words = [
+        "5 problems measured every 2",
+        "prompts test: 1 of 5 failed and are not in the mean: KeyError: 'no such page'",
+    ]
+    place.train("grpo", "run", env=env, eval=held_out, words=words)
+    before, *steps = read_metrics(place.path / "runs" / "run")
+    measured = [{name: row[name] for name in row if name.startswith("eval/")} for row in (before, *steps)]
+    assert [row.get("eval/prompts/count") for row in measured] == [4, None, 4, 4]
+    assert [row.get("eval/prompts/failed") for row in measured] == [1, None, 1, 1]
+    plain = place.steps("plain")
+    for row, own in zip(plain, place.steps("run"), strict=True):
+        assert {name: own[name] for name in row} == pytest.approx(row, abs=1e-5)
+    last = measured[-1]["eval/prompts/mean"]
+    found = json.loads(place.run("eval", "run", "--json").out)
+    assert (found["mean"], found["failed"], found["rows"]) == (pytest.approx(last, abs=1e-5), 1, 5)
+    assert found["interval"][0] < last < found["interval"][1]
+    assert "no such page" in found["failure"]
+    (lost,) = [
+        warning.text for warning in findings(read_run(place.path / "runs" / "run")) if "not in its mean" in warning.text
+    ]
+    assert lost.startswith("In 3 evaluations of prompts 3 answers failed.")
+
+
+@pytest.mark.slow
+def test_two_ranks_divide_the_rollouts_of_an_agent_and_the_rows_it_is_measured_on(agents, place):
+    place.rows("held.jsonl", [{"prompt": f"Tell {n}", "answer": "lost" if n == 1 else ""} for n in range(5)])
+    env = {"dataset": "prompts.jsonl", "agent": {"run": "my_agents:together", "train": "all"}, "reward": None}
+    held_out = {"dataset": "held.jsonl", "every": 2, "max_tokens": 8}
+    place.train_as_one_and_as_ranks("grpo", env=env, eval=held_out, steps=3, step=3)
+    assert place.steps("two")[-1]["eval/prompts/failed"] == 1
 
 
 @pytest.mark.parametrize("command", ["ppo", "distill"])
@@ -243,12 +294,6 @@ def test_other_algorithms_train_by_an_agent_too(agents, place, command):
         ),
         ("grpo", {"env": {"agent": {"command": ["x"], "process": True}}}, ["process is for run"]),
         ("grpo", {"overlong_buffer": 2}, ["overlong_buffer is for one answer per prompt"]),
-        ("grpo", {"eval": {"dataset": "prompts.jsonl"}}, ["eval.dataset: an agent is not measured on other rows"]),
-        (
-            "grpo",
-            {"env": {"name": "sums", "dataset": None}, "eval": {"every": 2}},
-            ["eval.every: an agent is not measured on other rows"],
-        ),
         ("rejection", {}, ["env.agent is not for rejection"]),
         ("sft", {}, ["env.agent is for recipes that sample"]),
     ],

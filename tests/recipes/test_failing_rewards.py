@@ -167,6 +167,7 @@ def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place):
 def test_held_out_problems_are_measured_and_those_that_cannot_be_scored_are_left_out_of_the_mean(place):
     place.module("exam", "def score(completion, answer):\n    return {'103': None, '102': 0.5}.get(answer, 0.25)\n")
     place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": f"10{i}"} for i in (2, 2, 3)])
-    place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
+    lost = ["prompts test: 1 of 3 failed and are not in the mean"]
+    place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4}, words=lost)
     assert place.steps("e")[-1]["eval/prompts/mean"] == 0.5
-    place.run("eval", "e", words=["scoring failed on 1"])
+    place.run("eval", "e", words=["1 failed"])

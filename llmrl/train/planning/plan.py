@@ -13,7 +13,6 @@ from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import PRESETS
-from llmrl.optional import check_installed
 from llmrl.run.console.numbers import counted
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
 from llmrl.train.critic import check_critic
@@ -214,9 +213,6 @@ def prepare_grpo(
     prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
     check_columns(load_algorithm(config.algorithm or config.ALGORITHM)[0], prompts)
     agent = config.env.agent
-    if agent is not None:
-        for package in ("starlette", "uvicorn"):
-            check_installed(package, extra="serve", used_by="env.agent")
     # Messages of tools and users have no known length: they are taken to be as long as the longest answers.
     most = (2 * config.env.max_turns - 1) * config.sampling.max_tokens
     held_out = eval_rows(config.env, config.eval) or ()

@@ -362,5 +362,5 @@ class EvalSettings(Settings):
         500, ge=1, description="only the first rows, this many; null: all, the default of a dataset without an env"
     )
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
-    batch_size: int = Field(512, ge=1, description="conversations generated at the same time")
+    batch_size: int = Field(512, ge=1, description="conversations, or rollouts of an agent, at the same time")
     max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")

@@ -117,8 +117,8 @@ class GRPOConfig(ModelSource):
                 "rollout.options: enable_lora cannot be used with lora.modules_to_save, which vLLM does not read from "
                 "adapters: leave it out, and all weights are sent"
             )
-        if self.env.agent is not None:
-            self._check_agent()
+        if self.env.agent is not None and self.overlong_buffer:
+            raise ValueError("overlong_buffer is for one answer per prompt: env.agent may subtract it from its reward")
         if self.env.is_mix and self.eval.dataset is not None:
             raise ValueError("eval.dataset: a mix is measured by source: set eval_dataset in those of env.mix")
         self.grpo_settings()
@@ -134,14 +134,6 @@ class GRPOConfig(ModelSource):
                 f"group_size: a group of {self.group_size} has no baseline to compare with; use at least 2, 8 is common"
             )
         return self
-
-    def _check_agent(self) -> None:
-        """Raises ValueError for settings that do nothing for an agent."""
-        if self.overlong_buffer:
-            raise ValueError("overlong_buffer is for one answer per prompt: env.agent may subtract it from its reward")
-        for name in ("dataset", "every"):
-            if getattr(self.eval, name):
-                raise ValueError(f"eval.{name}: an agent is not measured on other rows; leave it out")
 
     def _check_mix(self, advantage: dict[str, Any]) -> None:
         """Raises ConfigError for advantages that compare rewards of one source with those of another."""
