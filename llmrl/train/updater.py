@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.routers import active_routes, same_routes
+from llmrl.modules.llm.shared_prefixes import can_share_prefixes
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.functional import StepCounts, entropy_threshold
 from llmrl.objectives.metric import Metric
@@ -73,6 +74,7 @@ class Updater:
         self.settings, self._budget = config.optim, config.tokens_per_microbatch
         self._model = scorer.model
         self._attention = attention_share(scorer.model)
+        self._packing = config.packing
         scorer.use_packing(config.packing)
         self._balance = ExpertBalance(session, scorer.model, config.model_options.router_aux_loss)
         self.scorer = session.prepare(scorer)
@@ -282,9 +284,17 @@ class Updater:
                 scores[row] = value
         return scores
 
+    @cached_property
+    @torch.no_grad()
+    def _shares_prefixes(self) -> bool:
+        whole = getattr(self._model, "call_whole", None)  # a sharded model has it
+        if whole is None:
+            return can_share_prefixes(self._model, self._packing)
+        return whole(can_share_prefixes, self._packing)
+
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
         """The rows of each micro-batch; if sharded, equally many on each rank: every forward pass is a collective."""
-        parts = microbatches(_lengths(batch), self._budget)
+        parts = microbatches(_lengths(batch), self._budget, _prompts(batch) if self._shares_prefixes else None)
         if self.session.sharded:
             parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
         return parts
@@ -395,6 +405,13 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 def _lengths(batch: TensorDictBase) -> list[int]:
     return [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
+
+
+def _prompts(batch: TensorDictBase) -> list[tuple[int, ...]]:
+    """The ids of each row before the first that is trained."""
+    rows = batch.get(("tokens", "full"), as_list=True)
+    masks = batch.get(("masks", "all_assistant_mask"), as_list=True)
+    return [tuple(ids[: int(mask.int().argmax())].tolist()) for ids, mask in zip(rows, masks, strict=True)]
 
 
 def _empty_batch(loss: LossModule | None, device: torch.device) -> TensorDict:

@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, masking_utils
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm import packing as module
+from llmrl.modules.llm import shared_prefixes
 from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logprobs
 from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
+from llmrl.modules.llm.shared_prefixes import can_share_prefixes, group_rows, share_prefixes
 from llmrl.objectives.llm import SFTLoss
 from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
@@ -61,7 +63,8 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def shapes_seen(model: nn.Module) -> list[tuple[int, ...]]:
-    """The shape of the ids of each call of the model's body from now on."""
+    """The shape of the ids of each call of the model's body from now on, but those that test what it can."""
+    can_share_prefixes(model, "auto")
     seen: list[tuple[int, ...]] = []
     find_head_path(model).body.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(tuple((*args, kwargs.get("input_ids"))[0].shape)), with_kwargs=True
@@ -321,8 +324,105 @@ def test_trying_a_model_leaves_its_mode_and_the_random_state_alone():
 def test_a_model_is_tried_again_under_another_attention():
     model = build("qwen2")
     seen = shapes_seen(model)
-    assert why_not_packed(model) is why_not_packed(model) is None
-    tried = len(seen)
-    model.set_attn_implementation("eager")
     assert why_not_packed(model) is None
-    assert len(seen) == 2 * tried > 0
+    assert not seen, "known"
+    model.set_attn_implementation("eager")
+    assert why_not_packed(model) is why_not_packed(model) is None
+    assert len(seen) == 3, "packed, with another row between, padded"
+
+
+# ---------------------------------------------------------------------------------------------- beginnings in common
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models share beginnings too."""
+    monkeypatch.setattr(shared_prefixes, "LEAST_HIDDEN_SIZE", 0)
+
+
+def with_common_beginnings() -> list[torch.Tensor]:
+    """Answers to two prompts with one system prompt, in any order, of which two are equal and one is empty."""
+    system, first, second, *answers = sequences([3, 6, 4, 5, 1, 7, 3, 2], seed=5)
+    prompts = [torch.cat([system, first]), torch.cat([system, second])]
+    rows = [torch.cat([prompts[number % 2], answer]) for number, answer in enumerate(answers)]
+    return [*rows, rows[0].clone(), prompts[1]]
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("name", "attention"), [(n, a) for n in DENSE for a in ("sdpa", "eager")])
+def test_rows_with_common_beginnings_equal_separate_ones(tmp_path, name: str, attention: str, tied: bool):
+    causal_lm(name, **MODELS[name], tie_word_embeddings=tied).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
+    ids, mask, select = padded(with_common_beginnings())
+    for _ in range(3):
+        expected = naive_scores(model, ids, mask, select)
+        seen = shapes_seen(model)
+        scores = token_logprobs(model, ids, mask, select, entropy=True, packing="auto")
+        assert [shape[0] * shape[1] for shape in seen] == [2 * (9 + 5 + 7 + 2 + 5)], (
+            "two packs, as wide as the group that has more tokens"
+        )
+        torch.testing.assert_close(scores.log_probs, expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.entropy, expected[1], atol=1e-5, rtol=1e-5)
+        assert_same_gradients(weighted_gradients(model, scores), weighted_gradients(model, expected))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-2 * parameter.grad.sign()
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=2, max_size=9), st.integers(1, 20))
+@settings(max_examples=200, deadline=None)
+def test_groups_of_rows_begin_alike_and_save_tokens(rows: list[list[int]], width: int):
+    groups = group_rows(rows, width)
+    assert sorted(row for group in groups for row in group.rows) == list(range(len(rows)))
+    for group in groups:
+        members = [rows[row] for row in group.rows]
+        assert all(row[: group.common] == members[0][: group.common] for row in members)
+        assert group.num_tokens == sum(map(len, members)) - (len(members) - 1) * group.common
+        assert len(members) == 1 or group.num_tokens <= width
+    assert sum(group.num_tokens for group in groups) <= sum(map(len, rows))
+
+
+@pytest.mark.usefixtures("any_size")
+def test_beginnings_are_shared_only_where_the_model_reads_such_a_mask_and_a_fifth_is_saved(monkeypatch):
+    rows = with_common_beginnings()
+    ids, mask, _ = padded(rows)
+    assert share_prefixes(build("qwen2"), ids, mask, "auto") is not None
+    assert share_prefixes(build("qwen2"), ids, mask, "off") is None
+    assert share_prefixes(build("qwen2"), *padded(sequences())[:2], "auto") is None
+    assert share_prefixes(build("gemma2", "eager"), ids, mask, "auto") is None, "it has a window"
+    model = build("qwen2")
+    forward = find_head_path(model).body.forward
+    monkeypatch.setattr(
+        find_head_path(model).body,
+        "forward",
+        lambda attention_mask=None, **inputs: forward(**inputs, attention_mask=None),
+    )
+    assert not can_share_prefixes(model, "auto"), "its body takes a mask and ignores it"
+    monkeypatch.setattr(shared_prefixes, "LEAST_HIDDEN_SIZE", 32)
+    assert not can_share_prefixes(build("qwen2"), "auto"), "it is too small to gain from it"
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_steps_with_groups_of_answers_have_one_result(tmp_path, tied):
+    """Micro-batches of one or two prompts: rows stay together, and metrics are those of padded rows."""
+    optim = {"lr": 5e-3, "schedule": "constant"}
+    config = SFTConfig(model={}, data={"path": "sums"}, optim=optim, tokens_per_microbatch=40)
+    causal_lm("qwen2", **GROUPED, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    parts = [(8, 3), (8, 1), (8, 2), (9, 6), (9, 1), (9, 2)]
+    rows = [conversation(i, *pair, group=i // 3, dtype=torch.float32) for i, pair in enumerate(parts)]
+    for i, row in enumerate(rows):
+        row["tokens", "full"][: parts[i][0]] = rows[i // 3 * 3]["tokens", "prompt"]
+    batch = lazy_stack(rows)
+    results = []
+    with Session(config) as session:
+        for packing in ("off", "auto"):
+            model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+            updater = Updater(session, TokenScorer(model), config.model_copy(update={"packing": packing}), steps=4)
+            seen = shapes_seen(model)
+            metrics = [updater.step(SFTLoss(updater.scorer), batch, step) for step in (1, 2, 3, 4)]
+            results.append((seen, [row[name] for row in metrics for name in ("loss", "grad_norm")]))
+    assert sum(a * b for a, b in results[1][0]) < 0.7 * sum(a * b for a, b in results[0][0])
+    assert results[1][1] == pytest.approx(results[0][1], abs=1e-5, rel=1e-5)
+    assert results[1][1][6] < results[1][1][0] - 0.1, "the weights have moved"

@@ -27,7 +27,6 @@ from llmrl.modules.llm.packing import (
     HeadPath,
     Packing,
     accepted,
-    can_pack,
     find_head_path,
     has_varlen_attention,
     map_logits,
@@ -37,6 +36,7 @@ from llmrl.modules.llm.packing import (
 )
 from llmrl.modules.llm.routers import replaying
 from llmrl.modules.llm.sequence_split import SequenceSplit, active_split
+from llmrl.modules.llm.shared_prefixes import can_share_prefixes, share_prefixes
 from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images, reach_vision_tower
 
 __all__ = ["TokenScorer", "TokenScores", "hidden_before", "token_logprobs", "with_predecessor"]
@@ -162,7 +162,10 @@ def _score(
         with replay():
             return _score_slice(model, path, inputs, scored_BT, options, split)
     else:
-        packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
+        batch = (model, input_ids, attention_mask.bool(), packing)
+        # Replayed experts are given for each token of each row.
+        packed = share_prefixes(*batch) if position_ids is None and routes is None and path is not None else None
+        packed = packed or pack_batch(*batch, has_positions=position_ids is not None)
         if path is None:
             found = _score_with_whole_model(model, inputs, scored_BT, options)
         elif packed is None:
@@ -172,10 +175,9 @@ def _score(
             found = _from_hidden(path, hidden_NH, input_ids[scored_BT], options)
         else:
             _tell_routers(model, packed.segment_ids >= 0)
-            inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
             with replay(packed):
-                hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
-            before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
+                hidden_PSH = path.body(**accepted(path.body, packed.inputs(model))).last_hidden_state
+            before_N = packed.index.roll(1)[scored_BT[attention_mask.bool()]]  # the predecessor, in the same row
             found = _from_hidden(path, hidden_PSH.flatten(0, 1)[before_N], input_ids[scored_BT], options)
     scores = _in_place(found, scored_BT)
     return scores._replace(log_probs=reach_vision_tower(model, scores.log_probs))
@@ -275,7 +277,7 @@ class TokenScorer(nn.Module):
         Raises  ConfigError for "on" if the model cannot be packed (flash-attention: at the first call, on its GPU)
         """
         if not has_varlen_attention(self.model) and not any(parameter.is_meta for parameter in self.model.parameters()):
-            can_pack(self.model, packing)
+            can_share_prefixes(self.model, packing)
         self.packing: Packing = packing
 
     def forward(

@@ -52,17 +52,31 @@ class Packed:
     ``position_ids``  int64[P, S]  counted from 0 in each sequence; 0 in the filling, whose tokens are thus separate
     ``segment_ids``   int64[P, S]  number of the sequence, -1 in the filling
     ``index``         int64[N]     where each token is in the flattened packs, sequence after sequence
+    ``lengths``       of the sequences
+    ``attention``     bool[P, 1, S, S]: what each token attends to, if positions do not say it (`share_prefixes`)
     """
 
     input_ids: Tensor
     position_ids: Tensor
     segment_ids: Tensor
     index: Tensor
-    layout: Layout
+    lengths: Sequence[int]
+    attention: Tensor | None = None
+
+    def inputs(self, model: nn.Module) -> dict[str, Tensor]:
+        """The inputs of the model, or of its body."""
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        if self.attention is None:
+            return inputs
+        if attention_of(model) == "sdpa":
+            return inputs | {"attention_mask": self.attention}
+        weight = next(model.parameters())  # a mask that is added to the scores
+        added = torch.zeros(self.attention.shape, dtype=weight.dtype, device=weight.device)
+        return inputs | {"attention_mask": added.masked_fill_(~self.attention, torch.finfo(weight.dtype).min)}
 
     def unpack(self, value_PS: Tensor) -> list[Tensor]:
         """Splits one value (or vector) per token of the packs into one tensor per sequence, in the original order."""
-        return list(value_PS.flatten(0, 1)[self.index].split(list(self.layout.lengths)))
+        return list(value_PS.flatten(0, 1)[self.index].split(list(self.lengths)))
 
 
 def pack(rows: Sequence[Tensor], budget: int | None = None) -> Packed:
@@ -126,7 +140,7 @@ def _place(ids_N: Tensor, layout: Layout) -> Packed:
         return flat.index_copy_(0, index_N, value_N).view(layout.num_packs, layout.width)
 
     # Position 0 makes each filling token a separate sequence, which nothing else attends to.
-    return Packed(grid(ids_N, 0), grid(position_N, 0), grid(row_N, -1), index_N, layout)
+    return Packed(grid(ids_N, 0), grid(position_N, 0), grid(row_N, -1), index_N, layout.lengths)
 
 
 def pack_batch(
@@ -165,17 +179,18 @@ def can_pack(model: nn.Module, packing: Packing) -> bool:
     if fault is not None and packing == "on":
         raise ConfigError(
             f"packing: 'on' needs a model that keeps packed rows apart: got {type(model).__name__} with "
-            f"{_attention(model)} attention: {fault}; use 'auto', which pads its batches."
+            f"{attention_of(model)} attention: {fault}; use 'auto', which pads its batches."
         )
     return fault is None
 
 
 def has_varlen_attention(model: nn.Module) -> bool:
     """True for any version of flash-attention, which needs a GPU and half precision."""
-    return "flash" in _attention(model)
+    return "flash" in attention_of(model)
 
 
-def _attention(model: nn.Module) -> str:
+def attention_of(model: nn.Module) -> str:
+    """The name of the model's attention implementation."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None))
 
 
@@ -233,7 +248,7 @@ def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
     with evaluating(model):
         expected = model(**accepted(model, inputs)).logits.double()
         # Both run the same operations, so any real difference (a cap, a scale, a norm) is far above rounding.
-        bound = _tolerance(head_weight.dtype) * expected.abs().max()
+        bound = tolerance_of(head_weight.dtype) * expected.abs().max()
         for index, path in enumerate(candidates):
             hidden = path.body(**accepted(path.body, inputs)).last_hidden_state
             got = map_logits(path.head(hidden), path, 1.0).double()
@@ -255,7 +270,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def tolerance_of(dtype: torch.dtype) -> float:
     """The largest rounding difference of two computations of the same values, relative to the largest value."""
     return 1e-5 if dtype in (torch.float32, torch.float64) else 1e-2
 
@@ -314,7 +329,7 @@ def why_not_packed(model: nn.Module) -> str | None:
     None
     """
     faults = _faults.setdefault(model, {})
-    attention = _attention(model)
+    attention = attention_of(model)
     if attention not in faults:
         faults[attention] = _try(model)
     return faults[attention]
@@ -338,7 +353,7 @@ def _try(model: nn.Module) -> str | None:
     dtype = torch.get_autocast_dtype(weight.device.type) if in_autocast else weight.dtype
     with evaluating(model):
         try:
-            return _compare(body, config.vocab_size, _tolerance(dtype), weight.device)
+            return _compare(body, config.vocab_size, tolerance_of(dtype), weight.device)
         except Exception as error:  # third-party code: any error means that it does not run packed
             return f"it fails on packed rows: {type(error).__name__}: {error}"
 

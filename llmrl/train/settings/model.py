@@ -60,7 +60,9 @@ class ModelSource(Settings):
         16384, ge=1, description="padded tokens per forward pass; changes memory, never the result"
     )
     packing: Literal["auto", "on", "off"] = Field(
-        "auto", description="sequences packed end to end, not padded; auto: if it saves a fifth and the model can"
+        "auto",
+        description="sequences packed end to end, not padded, and a common beginning, such as the prompt of a group, "
+        "computed once; auto: if it saves a fifth and the model can",
     )
     model_options: ModelOptions = ModelOptions()
     lora: LoraSettings | None = Field(
