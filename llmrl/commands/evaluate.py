@@ -32,7 +32,7 @@ from llmrl.train.evaluation import Evaluator
 from llmrl.train.held_out import HeldOutEvaluator, tokenize_held_out
 from llmrl.train.models.loading import load_model, load_tokenizer
 from llmrl.train.models.reward import load_reward_model
-from llmrl.train.settings.environment import EvalSettings, SourceSettings
+from llmrl.train.settings.environment import EvalSettings, SetSettings, SourceSettings
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.preferences import DPOConfig, PairsConfig, RewardConfig
 from llmrl.train.settings.sft import SFTConfig
@@ -84,15 +84,15 @@ def evaluate(
         source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         with closing(make_task(config.env, tokenizer)) as task:
-            for _, rows in sets:  # before weights are loaded
-                task.longest_prompt(rows)
+            for settings, rows in sets:  # before weights are loaded
+                task.measured(settings).longest_prompt(rows)
             model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
             policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
             for settings, rows in sets:
                 asking = {"samples": samples, "temperature": temperature}
                 if isinstance(config, GRPOConfig):
                     asking["concurrency"] = config.rollout.concurrency
-                for part, own in task.parts(rows):
+                for part, own in task.measured(settings).parts(rows):
                     make = partial(Evaluator, session, policy, part, own, settings, **asking)
                     _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
     return 0
@@ -150,7 +150,8 @@ def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
         return [settings]
     parts = [name.rpartition(":") if not Path(name).exists() else (name, "", "") for name in data]
     named = [(name, split) if name else (split, settings.split) for name, _, split in parts]
-    return [settings.model_copy(update={"dataset": name, "split": split or "test"}) for name, split in named]
+    one = settings.model_copy(update={"sets": None})
+    return [one.model_copy(update={"dataset": name, "split": split or "test"}) for name, split in named]
 
 
 def _sets(
@@ -235,8 +236,10 @@ def _measure(
     found: dict[str, Any] = {"run": str(run_dir), "checkpoint": checkpoint.name}
     task = evaluator.task.settings if answers else None
     found |= {"env": task.name} if answers else {}
-    found |= {"source": task.label} if isinstance(task, SourceSettings) else {}
-    found |= {"dataset": settings.dataset, "split": settings.split, "rows": evaluator.num_rows}
+    is_set = isinstance(task, SetSettings)
+    found |= {"set" if is_set else "source": task.label} if isinstance(task, SourceSettings) else {}
+    data = task if is_set else settings
+    found |= {"dataset": data.dataset, "split": data.split, "rows": evaluator.num_rows}
     if answers:
         found |= {"failed": evaluator.failed} | ({"failure": evaluator.warning} if evaluator.warning else {})
         found |= sample_metrics(evaluator.answers)

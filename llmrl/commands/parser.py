@@ -96,7 +96,7 @@ def _with_checkpoint(
 ) -> dict[str, Any]:
     folder = RunDir.open(run)
     if data := given.get("data"):
-        overrides = [f"eval.dataset={json.dumps(data[0])}", *overrides]  # what eval.* are for
+        overrides = ["eval.sets=null", f"eval.dataset={json.dumps(data[0])}", *overrides]  # what eval.* are for
     _, _, loaded = load_run(folder, overrides)
     found = held.enter_context(reading_checkpoint(folder, checkpoint))
     return {"run": folder, "config": loaded.config, "checkpoint": found, **given}

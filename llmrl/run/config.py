@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
@@ -85,7 +86,7 @@ def load_config(
         changed = {text.partition("=")[0] for text in overrides} if written else None
         config = model_cls.model_validate(source.data, context={"changed": changed})
     except ValidationError as error:
-        known = list(settings(model_cls))
+        known = list(settings(model_cls, items=True))
         faults = _without_other_members(error.errors()[: 10 * _MAX_FAULTS], source)
         faults.sort(key=lambda fault: _line(source.place(fault["loc"])[1]))
         lines = [_explain(fault, source, known) for fault in faults[:_MAX_FAULTS]]
@@ -133,11 +134,14 @@ def dump_defaults(model_cls: type[BaseModel]) -> str:
     return _to_yaml(tree, comments)
 
 
-def settings(model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | None = None) -> Iterator[Setting]:
+def settings(
+    model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | None = None, *, items: bool = False
+) -> Iterator[Setting]:
     """Every leaf setting of a model and of the models inside it, in the order of declaration.
 
     An optional section that is off by default is yielded itself, followed by its leaves. ``filled`` is an instance
-    whose values replace the class defaults, as in ``optim: Optim = Optim(lr=1e-5)``.
+    whose values replace the class defaults, as in ``optim: Optim = Optim(lr=1e-5)``. With ``items`` the leaves of
+    sections in a list or a mapping follow too, named with * for the place: ``env.mix.*.weight``.
     """
     for name, info in model_cls.model_fields.items():
         own = prefix + name
@@ -156,7 +160,9 @@ def settings(model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | N
                 inside=", ".join(field for inner in nested for field in inner.model_fields),
             )
         for inner in nested:
-            yield from settings(inner, f"{own}.", default if isinstance(default, inner) else None)
+            yield from settings(inner, f"{own}.", default if isinstance(default, inner) else None, items=items)
+        for inner in _models_in(info.annotation, among=True) if items else ():
+            yield from settings(inner, f"{own}.*.", items=True)
 
 
 def find_recipe(name: str) -> Path:
@@ -192,10 +198,13 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
     name = dotted(at)
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     by_name = {setting.name: setting for setting in known}
+    general = _general(at, known)
     if fault["type"] == "extra_forbidden":
-        meant = _meant(name, known)
-        section = name.rpartition(".")[0]
-        inside = [setting.name for setting in known if setting.name.rpartition(".")[0] == section]
+        section, general_section = name.rpartition(".")[0], general.rpartition(".")[0]
+        meant = _meant(general, known)
+        own = partial(_specific, section=section, general=general_section)
+        meant = meant and replace(meant, name=own(meant.name))
+        inside = [own(setting.name) for setting in known if setting.name.rpartition(".")[0] == general_section]
         hint = f"did you mean  {meant}?" if meant else f"known here    {', '.join(inside) or 'nothing'}"
         return f"{place}  {name}  is not a setting\n{hint}"
     if not fault["loc"] or fault["type"] in ("value_error", "assertion_error"):
@@ -205,7 +214,8 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
         lines = [f"{place}  {name}  must be given"]
     else:
         lines = [f"{place}  {name}  {message.replace('Input should', 'should')}: got {fault['input']!r}"]
-    about = by_name.get(re.sub(r"\.\d+", "", name))
+    about = by_name.get(_general((*at, fault["loc"][-1]) if fault["type"] == "missing" else at, known))
+    about = about or by_name.get(re.sub(r"\.\d+", "", name))
     if fault["type"] in ("literal_error", "enum") and isinstance(fault["input"], str):
         choices = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
         if match := closest(fault["input"], choices):
@@ -213,6 +223,20 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
     if about:
         lines.append(f"it means      {about}")
     return "\n".join(lines)
+
+
+def _general(at: Sequence[str | int], known: Sequence[Setting]) -> str:
+    """The dotted name with * for each place in a list or mapping of sections: ("env", "mix", 0) is "env.mix.*"."""
+    holders = {setting.name[: place.start()] for setting in known for place in re.finditer(r"\.\*\.", setting.name)}
+    name = ""
+    for part in at:
+        name = f"{name}.*" if name in holders else dotted((*filter(None, [name]), part))
+    return name
+
+
+def _specific(name: str, section: str, general: str) -> str:
+    """The name of a setting in ``general`` as that in ``section``, which has places for its *."""
+    return section + name.removeprefix(general) if "*" in general and name.startswith(f"{general}.") else name
 
 
 def _without_other_members(faults: Sequence[Mapping[str, Any]], source: Source) -> list[Mapping[str, Any]]:
@@ -239,7 +263,9 @@ def _meant(name: str, known: Sequence[Setting]) -> Setting | None:
         # Among about equally close names, one in the section that the user wrote wins.
         return score + (0.1 if home == section else 0.0)
 
-    best = max(known, key=likeness, default=None)
+    # One of another list or mapping has no place to name.
+    near = [setting for setting in known if "*" not in setting.name or setting.name.rpartition(".")[0] == section]
+    best = max(near, key=likeness, default=None)
     return best if best is not None and likeness(best) >= 0.7 else None
 
 
@@ -249,15 +275,20 @@ def _one_line(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that a field can hold: its type itself, or members of Optional, Union and Annotated."""
+def _models_in(annotation: Any, *, among: bool = False) -> Iterator[type[BaseModel]]:
+    """The models that a field can hold: its type itself, or members of Optional, Union and Annotated.
+
+    ``among``: instead those that it can hold as items of a list or a mapping.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+        if not among:
+            yield annotation
         return
-    if getattr(annotation, "__origin__", None) in (list, dict, tuple, set):
+    is_collection = getattr(annotation, "__origin__", None) in (list, dict, tuple, set)
+    if is_collection and not among:
         return
     for inner in get_args(annotation):
-        yield from _models_in(inner)
+        yield from _models_in(inner, among=among and not is_collection)
 
 
 def _only_models(annotation: Any) -> bool:

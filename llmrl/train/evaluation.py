@@ -15,7 +15,9 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm.completions import completion_texts
 from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.errors import caused_by
+from llmrl.report.intervals import interval
 from llmrl.train.agent_runs import AgentRuns, AgentTask
+from llmrl.train.settings.environment import SetSettings
 from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Evaluator:
         self.session = session
         self.task = task
         env = task.settings
-        self.name = f"{env.label} {split}"
+        self.name = env.label if isinstance(env, SetSettings) else f"{env.label} {split}"
         self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
         self.num_rows = len(rows)
         self.failed, self.first_error = 0, ""
@@ -153,11 +155,13 @@ class Evaluator:
     @property
     def summary(self) -> str:
         """The result of the last run, in words."""
-        return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
+        bounds = interval(self.score, self.std, self.num_scored) if self.num_scored else None
+        shown = f"{self.name} {self.score:.3f}" + ("" if bounds is None else " [{:.3f}, {:.3f}]".format(*bounds))
+        return shown + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
 
 
 class MixedEvaluator:
-    """The evaluators of the sources of a mix, as one."""
+    """The evaluators of the sources of a mix, or of sets, as one."""
 
     def __init__(self, parts: Sequence[Evaluator]):
         self.parts = parts
@@ -192,9 +196,10 @@ def make_evaluator(
     *,
     concurrency: int | None = None,
 ) -> Evaluator | MixedEvaluator:
-    """The evaluator of the rows; of a mix, one for each source that has any."""
+    """The evaluator of `eval_rows`; of a mix, one for each source that has any; one for each set of ``eval.sets``."""
     limits = {"concurrency": concurrency}
-    parts = [Evaluator(session, policy, part, own, settings, **limits) for part, own in task.parts(rows)]
+    own = task.measured(settings)
+    parts = [Evaluator(session, policy, part, each, settings, **limits) for part, each in own.parts(rows)]
     return parts[0] if len(parts) == 1 else MixedEvaluator(parts)
 
 
@@ -215,7 +220,7 @@ def evaluators(
     tokenizer: PreTrainedTokenizerBase,
     policy: LLMWrapperBase,
     held_out: HeldOutEvaluator | None,
-) -> Iterator[tuple[Evaluator | HeldOutEvaluator | None, Evaluator | None]]:
+) -> Iterator[tuple[Evaluator | MixedEvaluator | HeldOutEvaluator | None, Evaluator | None]]:
     """Context with the evaluator that is reported and the one for early stopping; each is None if not configured.
     Without an env the first is ``held_out``.
     """
@@ -225,8 +230,8 @@ def evaluators(
     sampler = policy.get_new_version(generate=True)
     with closing(Task(config.env, tokenizer)) as task:
 
-        def evaluator(settings: EvalSettings | None) -> Evaluator | None:
+        def evaluator(settings: EvalSettings | None) -> Any:
             rows = settings and eval_rows(config.env, settings)
-            return None if rows is None else Evaluator(session, sampler, task, rows, settings)
+            return None if rows is None else make_evaluator(session, sampler, task, rows, settings)
 
         yield evaluator(config.eval), evaluator(config.stop_eval)

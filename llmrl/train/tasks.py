@@ -37,7 +37,7 @@ from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
 from llmrl.train.mixed_env import SOURCE, MixedEnv
-from llmrl.train.settings.environment import EnvSettings, EvalSettings, TaskSettings
+from llmrl.train.settings.environment import EnvSettings, EvalSettings, SetSettings, SourceSettings, TaskSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +59,14 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
 
     Raises  ConfigError for a mix whose rows ``eval.dataset`` names, which says nothing of their sources
     """
+    if settings.sets:
+        found = []
+        for own in settings.sets.values():
+            asked = settings.model_copy(update={"sets": None, "dataset": own.dataset, "split": own.split})
+            if (rows := eval_rows(own, asked)) is None:
+                raise ConfigError(f"eval.sets.{own.label}: must have problems to measure: set its dataset.")
+            found += [_tagged(row, own.label) for row in rows]
+        return found
     if env.is_mix:
         if settings.dataset is not None:
             raise ConfigError("eval.dataset: a mix is measured by source: set eval_dataset in those of env.mix.")
@@ -77,7 +85,9 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
 def _tagged(row: Row, source: str) -> Row:
     """A copy of the row that names its source."""
     if SOURCE in row:
-        raise DataError(f"env.mix: a column must not have the name {SOURCE!r}, which names the source: rename it.")
+        raise DataError(
+            f"env.mix, eval.sets: a column must not have the name {SOURCE!r}, which names the source: rename it."
+        )
     tagged = copy.copy(row)
     tagged[SOURCE] = source
     return tagged
@@ -108,10 +118,17 @@ class Task:
         self.settings = settings
         self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
         self.unused_keys: list[str] = []  # of the messages of prompts, see `Renderer.unused_keys`
+        self._sets: Task | None = None
 
     def parts(self, rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
         """The tasks that the rows are of, each with its own; of a mix, those that have any."""
         return [(self, list(rows))]
+
+    def measured(self, settings: EvalSettings) -> Task:
+        """The task of `eval_rows`: this one, or that of ``eval.sets``, which is made once and closed with this one."""
+        if settings.sets and self._sets is None:
+            self._sets = MixedTask(self.settings, self.processor, settings.sets.values())
+        return self._sets if settings.sets else self
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
         """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others;
@@ -179,8 +196,8 @@ class Task:
         """Closes tools and rewards, if they were loaded."""
         made = [each for name in ("_acting", "_planned", "_scoring") for each in self.__dict__.get(name, ())]
         with ExitStack() as stack:  # closes all, even if one fails
-            for transform in {id(each): each for each in made}.values():
-                stack.callback(transform.close)
+            for part in {id(each): each for each in [*made, self._sets] if each is not None}.values():
+                stack.callback(part.close)
 
     @property
     def tools(self) -> ToolTransform | None:
@@ -297,11 +314,13 @@ class Task:
 
 
 class MixedTask(Task):
-    """The tasks of a mix, ``tasks`` by the names of their sources, as one."""
+    """The tasks of a mix or of sets that are measured, ``tasks`` by the names of their ``sources``, as one."""
 
-    def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase, sources: Iterable[SourceSettings] | None = None
+    ):
         super().__init__(settings, tokenizer)
-        self.tasks = {source.label: Task(source, tokenizer) for source in settings.mix}
+        self.tasks = {source.label: Task(source, tokenizer) for source in sources or settings.mix}
 
     def parts(self, rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
         of = {name: [row for row in rows if row[SOURCE] == name] for name in self.tasks}
@@ -336,6 +355,7 @@ class MixedTask(Task):
 
     def close(self) -> None:
         with ExitStack() as stack:
+            stack.callback(super().close)
             for task in self.tasks.values():
                 stack.callback(task.close)
 
@@ -351,4 +371,5 @@ def _named(task: Task) -> Iterator[None]:
     try:
         yield
     except LLMRLError as error:
-        raise type(error)(f"env.mix: source {task.settings.label}: {error}") from error
+        where = "eval.sets: set" if isinstance(task.settings, SetSettings) else "env.mix: source"
+        raise type(error)(f"{where} {task.settings.label}: {error}") from error

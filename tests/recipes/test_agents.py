@@ -254,6 +254,9 @@ def test_held_out_rows_are_measured_at_the_same_time_and_nothing_of_them_is_trai
     assert (found["mean"], found["failed"], found["rows"]) == (pytest.approx(last, abs=1e-5), 1, 5)
     assert found["interval"][0] < last < found["interval"][1]
     assert "no such page" in found["failure"]
+    sets = {"lost": {"dataset": "held.jsonl"}, "sums": {"name": "sums"}}  # the agent's, and one without an agent
+    place.train("grpo", "sets", env=env, steps=1, eval={"sets": sets, "rows": 5, "max_tokens": 8})
+    assert [place.steps("sets")[-1][f"eval/{name}/count"] for name in sets] == [4, 5]
     (lost,) = [
         warning.text for warning in findings(read_run(place.path / "runs" / "run")) if "not in its mean" in warning.text
     ]

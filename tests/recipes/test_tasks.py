@@ -1,9 +1,11 @@
 """The tasks by their names: prompts that fit, problems that are held out, and the rewards of answers."""
 
+import json
 import math
 import re
 
 import pytest
+import yaml
 from tensordict import TensorDict
 
 from llmrl.envs.llm.tasks.sums import (
@@ -162,6 +164,8 @@ def test_a_task_scores_its_answers_by_its_own_reward_or_by_the_one_that_is_named
     [
         ({"name": "sums"}, "sums"),
         ({"name": "sums", "dataset": "units.jsonl"}, "sums"),
+        ({"name": "reasoning_gym", "options": {"task": "chain_sum"}}, "reasoning_gym.chain_sum"),
+        ({"name": "reasoning_gym", "dataset": "units.jsonl"}, "reasoning_gym"),
         ({"dataset": "data/units.jsonl"}, "units"),
         ({"dataset": "data/my units"}, "my-units"),
         ({"dataset": "me/units-2.5"}, "units-2.5"),
@@ -171,6 +175,33 @@ def test_a_task_scores_its_answers_by_its_own_reward_or_by_the_one_that_is_named
 def test_measures_are_named_by_the_task_and_of_chat_by_the_dataset(settings, label):
     own = {"reward": "builtins:len"} if "name" not in settings else {}
     assert EnvSettings(**settings, **own).label == label
+
+
+# --- sets of problems
+
+
+@pytest.mark.parametrize("command", ["grpo", "sft"])
+def test_sets_of_problems_are_measured_by_name_each_with_its_own_task(place, command):
+    place.module("nines", "def score(completion):\n    return 9.0\n")
+    sets = {
+        "few": {"dataset": place.rows("few.jsonl", [{"prompt": f"{n}?", "answer": str(n)} for n in range(3)])},
+        "sums": {"name": "sums", "split": "validation"},
+        "nines": {"name": "big_sums", "reward": "nines:score", "tools": ["calculator"], "max_turns": 2},
+    }
+    env = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share", "system_prompt": "Be brief."}
+    place.train(command, "run", env=env, eval={"sets": sets, "rows": 4, "max_tokens": 4}, words=["few 0."])
+    last = place.steps("run")[-1]
+    assert {name: last[f"eval/{name}/count"] for name in sets} == {"few": 3, "sums": 4, "nines": 4}
+    assert (last["eval/sums/mean"], last["eval/nines/mean"]) == (0.0, 9.0)
+    assert {name for name in last if name.endswith("call_rate") and name.startswith("eval")} == {"eval/nines/call_rate"}
+    lines = [json.loads(line) for line in place.run("eval", "run", "--json").out.splitlines()]
+    assert {line["set"]: line["mean"] for line in lines} == {name: last[f"eval/{name}/mean"] for name in sets}
+    # A set without a name has the system prompt and the reward of env; config.yaml says so, and names each set.
+    written = yaml.safe_load((place.path / "runs/run/config.yaml").read_text())["eval"]["sets"]
+    prompts = {own["source"]: own["system_prompt"] for own in written.values()}
+    assert prompts == {"few": "Be brief.", "sums": None, "nines": None}
+    place.run("eval", "run", "--data", "few.jsonl", words=["few.jsonl test"])
+    place.run("resume", "run", "steps=4", words=["few 0."])
 
 
 # --- mixes of tasks

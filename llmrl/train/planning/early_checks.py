@@ -14,12 +14,19 @@ from llmrl.hub import check_repository
 from llmrl.optional import check_installed
 from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of
+from llmrl.train.settings.environment import SetSettings, TaskSettings
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.model import ModelSource
 from llmrl.train.settings.preferences import ANSWER_COLUMNS, PAIR_COLUMNS, PairsConfig
 from llmrl.train.settings.sft import SFTConfig
 
 _EMBEDDED = ("sums", "big_sums", "colours", "sums_mistakes")
+
+
+def _tasks(config: ModelSource) -> list[TaskSettings]:
+    """The task, or those of a mix, and the sets that are measured."""
+    env, sets = getattr(config, "env", None), config.eval.sets if hasattr(config, "eval") else None
+    return [*(env.tasks if env is not None else ()), *(sets or {}).values()]
 
 
 def check_packages(config: ModelSource) -> None:
@@ -31,8 +38,7 @@ def check_packages(config: ModelSource) -> None:
             needed["bitsandbytes"] = ("lora.quantize", config.lora.quantize, "qlora")
     if config.optim.name == "adamw_8bit":
         needed["torchao"] = ("optim.name", config.optim.name, "optim")
-    env = getattr(config, "env", None)
-    if env is not None and any(task.name == "reasoning_gym" for task in env.tasks):
+    if any(task.name == "reasoning_gym" for task in _tasks(config)):
         needed["reasoning_gym"] = ("env.name", "reasoning_gym", "reasoning")
     if isinstance(config, GRPOConfig):
         if config.rollout.ray:
@@ -74,8 +80,7 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
     """
     yield check_model(config.model, runs=runs)
     yield check_base(config, runs=runs)
-    env = getattr(config, "env", None)
-    tasks = env.tasks if env is not None else ()
+    env, tasks = getattr(config, "env", None), _tasks(config)
     for reward in (reward for task in tasks for reward in task.rewards or ()):
         if reward.reward_model and isinstance(name := reward.reward_model.get("model"), str):
             yield check_model(name, runs=Path("runs"), setting="reward_model.model")
@@ -93,6 +98,9 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
         named = {"prompt_column": task.prompt_column, "answer_column": task.answer_column}
         reads_prompts = task.name in ("chat", *_EMBEDDED) and task.agent is None
         read = partial(read_prompt, **named) if reads_prompts else None
+        if isinstance(task, SetSettings):
+            yield _check_dataset(f"eval.sets.{task.label}: dataset", task.dataset, task.split, read)
+            continue
         yield _check_dataset("env.dataset", task.dataset, task.split, read)
         measured = ("env.mix: eval_dataset", task.eval_dataset) if env.is_mix else ("eval.dataset", config.eval.dataset)
         yield _check_dataset(*measured, config.eval.split, read)

@@ -98,7 +98,7 @@ def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Non
     if config.env is None:
         return
     with closing(Task(config.env, tokenizer)) as task:
-        task.longest_prompt(eval_rows(config.env, config.eval) or ())
+        task.measured(config.eval).longest_prompt(eval_rows(config.env, config.eval) or ())
         if config.stop_eval is None:
             return
         rows = eval_rows(config.env, config.stop_eval)
@@ -226,7 +226,8 @@ def prepare_grpo(
     else:  # its conversations are taken to be as long as they may be
         rows = (min(limits, default=longest_row(config)),) * len(prompts)
     lengths = RowLengths(rows, alike=config.group_size)
-    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
+    longest_held_out = task.measured(config.eval).longest_prompt(held_out)
+    engine = plan_engine(source, session, longest_held_out, empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
     algorithm = make_algorithm(
         config, task, exact=config.rollout.engine == "transformers" and not session.low_precision
@@ -299,6 +300,7 @@ def _grpo_plan(
         *_agent(config),
         *([("env", about)] if (about := task.about(config.eval)) else []),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
+        *_sets(config, task, prepared),
         *_not_used(_unused_columns(task, prepared), task.unused_keys),
         ("keep", _checkpoints(config)),
     ]
@@ -354,7 +356,8 @@ def _sources(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
     if not config.env.is_mix:
         return _tools_and_user(task)
     rows: Rows = []
-    measured = {part.settings.label: len(own) for part, own in task.parts(prepared.held_out)}
+    by_source = () if config.eval.sets else task.parts(prepared.held_out)
+    measured = {part.settings.label: len(own) for part, own in by_source}
     total = sum(source.weight for source in config.env.mix)
     for part, own in task.parts(prepared.prompts):
         source = part.settings
@@ -365,6 +368,15 @@ def _sources(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
         rows += [("source", text), *_tools_and_user(part)]
         if about := part.about(config.eval.model_copy(update={"dataset": source.eval_dataset})):
             rows.append(("env", about))
+    return rows
+
+
+def _sets(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
+    """The sets of ``eval.sets``, with their problems."""
+    rows: Rows = []
+    for part, own in task.measured(config.eval).parts(prepared.held_out) if config.eval.sets else ():
+        data = part.settings.dataset or f"{part.settings.name} {part.settings.split}"
+        rows.append(("measured", f"{part.settings.label} · {len(own)} problems of {data}"))
     return rows
 
 

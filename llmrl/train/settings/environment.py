@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -195,7 +195,11 @@ class TaskSettings(Settings):
 
     @property
     def label(self) -> str:
-        """The name in metrics: that of the environment, without its module; of ``chat``, that of the dataset."""
+        """The name in metrics: that of the environment, without its module, of reasoning_gym with that of its task; of
+        ``chat``, that of the dataset.
+        """
+        if self.name == "reasoning_gym" and self.dataset is None and "task" in self.options:
+            return re.sub(r"[^\w.-]+", "-", f"{self.name}.{self.options['task']}")
         if self.name != "chat" or self.dataset is None:
             return self.name.rpartition(":")[2]
         name = re.sub(r"\.(jsonl|json|parquet|csv)$", "", Path(self.dataset).name, flags=re.IGNORECASE)
@@ -227,7 +231,7 @@ class TaskSettings(Settings):
         """Raises ValueError for settings that an agent replaces."""
         if ":" in self.name:
             raise ValueError(f"env.agent gets rows, not an environment: name {self.name} is one; set env.dataset")
-        read = ("name", "agent", "dataset", "config", "split", "retries", "max_conversation_tokens")
+        read = ("name", "agent", "dataset", "config", "split", "retries", "max_conversation_tokens", "source")
         fields = type(self).model_fields
         given = [name for name in fields if name not in read and getattr(self, name) != fields[name].default]
         if given:
@@ -289,6 +293,15 @@ class SourceSettings(TaskSettings):
         return self.source or super().label
 
 
+def _sharing(env: Mapping[str, Any], sources: Iterable[Mapping[str, Any]], refusal: str) -> list[dict[str, Any]]:
+    """The sources with what holds for the whole run. Raises ValueError with the ``refusal`` for one that differs."""
+    shared = {name: env.get(name, TaskSettings.model_fields[name].default) for name in SHARED_BY_SOURCES}
+    for source in sources:
+        if differing := [name for name in SHARED_BY_SOURCES if source.get(name, shared[name]) != shared[name]]:
+            raise ValueError(refusal.format(names := ", ".join(differing), names))
+    return [{**source, **shared} for source in sources]
+
+
 class EnvSettings(TaskSettings):
     """One task, or a mix of several."""
 
@@ -317,11 +330,7 @@ class EnvSettings(TaskSettings):
         sources = data.get("mix") if isinstance(data, Mapping) else None
         if not isinstance(sources, list) or not all(isinstance(source, Mapping) for source in sources):
             return data
-        shared = {name: data.get(name, cls.model_fields[name].default) for name in SHARED_BY_SOURCES}
-        for source in sources:
-            if differing := [name for name in SHARED_BY_SOURCES if source.get(name, shared[name]) != shared[name]]:
-                names = ", ".join(differing)
-                raise ValueError(f"env.mix: {names} must be the same for all sources: set {names} beside mix")
+        filled = _sharing(data, sources, "env.mix: {} must be the same for all sources: set {} beside mix")
         turns = [source.get("max_turns", 1) for source in sources]
         most = max(turns) if turns and all(isinstance(n, int) for n in turns) else 1
         if data.get("max_turns", most) not in (most, 1):
@@ -329,7 +338,7 @@ class EnvSettings(TaskSettings):
                 f"env.max_turns beside mix is the most of its sources, {most}: got {data['max_turns']}; leave it out, "
                 "or set it in each source"
             )
-        return {**data, "max_turns": most, "mix": [{**source, **shared} for source in sources]}
+        return {**data, "max_turns": most, "mix": filled}
 
     @model_validator(mode="after")
     def _sources_fit_each_other(self) -> Self:
@@ -349,9 +358,58 @@ class EnvSettings(TaskSettings):
         return self
 
 
+class SetSettings(SourceSettings):
+    """A set of problems that is measured, with the keys of a source; ``source`` is its name."""
+
+    split: str = Field("test", description="split of a folder, a hub dataset or an embedded task")
+
+
+def with_sets(data: Any) -> Any:
+    """The settings of a run, given as plain data, with each set of ``eval.sets`` complete: with its name, and if it
+    does not name an environment, with what it does not say from ``env``.
+
+    Raises  ValueError for what a set cannot have
+    """
+    section = data.get("eval") if isinstance(data, Mapping) else None
+    sets = section.get("sets") if isinstance(section, Mapping) else None
+    if not isinstance(sets, Mapping) or not all(isinstance(own, Mapping | None) for own in sets.values()):
+        return data
+    env = data.get("env")
+    env = env.model_dump() if isinstance(env, Settings) else env
+    if not isinstance(env, Mapping):
+        raise ValueError("eval.sets are problems of an environment: set env; without it, eval.dataset is one file")
+    filled = {str(name): _set(str(name), own or {}, env) for name, own in sets.items()}
+    refusal = "eval.sets: {} must be the same for all sets and in training: set {} in env"
+    complete = dict(zip(filled, _sharing(env, filled.values(), refusal), strict=True))
+    return {**data, "eval": {**section, "sets": complete}}
+
+
+def _set(name: str, own: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, Any]:
+    """The set ``name``, whose settings are ``own``, but for what all sets share."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"eval.sets: a name must consist of letters, digits, '_', '.' and '-': got {name!r}")
+    cannot = {"weight": (None, 1.0), "eval_dataset": (None,), "agent": (None, env.get("agent")), "source": (None, name)}
+    if given := [key for key, values in cannot.items() if own.get(key) not in values]:
+        raise ValueError(f"eval.sets.{name}: a set of problems cannot have {', '.join(given)}: leave it out")
+    if "name" in own or env.get("mix") is not None:
+        return {**own, "source": name}
+    dataset = env.get("dataset")
+    if "dataset" not in own and (env.get("name", "chat") == "chat" or (dataset and Path(dataset).exists())):
+        raise ValueError(f"eval.sets.{name} must name a dataset: that of env has no problems that are not trained on")
+    not_inherited = ("split", *(["config"] if "dataset" in own else []))
+    inherited = {key: env[key] for key in TaskSettings.model_fields if key in env and key not in not_inherited}
+    return {**inherited, **own, "source": name}
+
+
 class EvalSettings(Settings):
     """Evaluation on what is never trained on: greedy accuracy on problems, or the loss on rows."""
 
+    sets: dict[str, SetSettings] | None = Field(
+        None,
+        min_length=1,
+        description="several sets of problems by name, in place of dataset: {hard: {dataset: hard.jsonl}}; each has "
+        "the keys of env, and those of env that it does not give unless it has a name",
+    )
     dataset: str | None = Field(
         None,
         description="a file or hub name; null: the environment's own held-out split. Without an env its rows are like "
@@ -364,3 +422,9 @@ class EvalSettings(Settings):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
     batch_size: int = Field(512, ge=1, description="conversations, or rollouts of an agent, at the same time")
     max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
+
+    @model_validator(mode="after")
+    def _sets_are_all(self) -> Self:
+        if self.sets and (self.dataset is not None or self.split != "test"):
+            raise ValueError("eval.sets: each set has its own dataset and split: leave out eval.dataset and eval.split")
+        return self

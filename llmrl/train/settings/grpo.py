@@ -121,6 +121,8 @@ class GRPOConfig(ModelSource):
             raise ValueError("overlong_buffer is for one answer per prompt: env.agent may subtract it from its reward")
         if self.env.is_mix and self.eval.dataset is not None:
             raise ValueError("eval.dataset: a mix is measured by source: set eval_dataset in those of env.mix")
+        if self.eval.sets and any(source.eval_dataset for source in self.env.mix or ()):
+            raise ValueError("eval.sets are measured in place of the sources' problems: leave out their eval_dataset")
         self.grpo_settings()
         needs_groups = self.GROUPS
         if self.algorithm is not None:

@@ -10,6 +10,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from llmrl.errors import ConfigError
 from llmrl.settings import Settings
 from llmrl.train.adapter_files import disagreements, lora_settings, start_adapter
+from llmrl.train.settings.environment import with_sets
 from llmrl.train.settings.machine import (
     CheckpointSettings,
     LoraSettings,
@@ -97,6 +98,11 @@ class ModelSource(Settings):
         if self.dtype == "bfloat16" and gpu_has_it is False:
             raise ConfigError("dtype: bfloat16 needs a GPU that supports it: got an older one; use dtype=float32.")
         return self.dtype == "bfloat16" or (self.dtype == "auto" and bool(gpu_has_it))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_the_sets(cls, data: object) -> object:
+        return with_sets(data)
 
     @model_validator(mode="before")
     @classmethod

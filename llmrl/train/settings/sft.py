@@ -69,7 +69,9 @@ class SFTConfig(ModelSource):
     @property
     def stop_eval(self) -> EvalSettings | None:
         """The evaluation that decides when to stop; None without ``stop``."""
-        return self.stop and self.eval.model_copy(update={"split": self.stop.split, "rows": self.stop.rows})
+        return self.stop and self.eval.model_copy(
+            update={"split": self.stop.split, "rows": self.stop.rows, "sets": None}
+        )
 
     @model_validator(mode="before")
     @classmethod

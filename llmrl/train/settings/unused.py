@@ -28,7 +28,7 @@ def _is_named(name: str | None) -> bool:
 
 def _is_measured(config: Any) -> bool:
     """True if there are rows to measure that are not trained on."""
-    if config.eval.dataset is not None:
+    if config.eval.dataset is not None or config.eval.sets:
         return True
     env, data = getattr(config, "env", None), getattr(config, "data", None)
     if env is not None and env.is_mix:
@@ -131,6 +131,10 @@ def settings_without_effect(config: Any) -> Iterator[tuple[tuple[str | int, ...]
         for (section, leaf), sentence in _without_effect(one, of_env):
             if leaf not in SHARED_BY_SOURCES:
                 yield (section, "mix", number, leaf), sentence
+    for name, own in (config.eval.sets or {}).items() if hasattr(config, "eval") else ():
+        for (_, leaf), sentence in _without_effect(config.model_copy(update={"env": own}), of_env):
+            if leaf not in SHARED_BY_SOURCES and (leaf != "split" or _is_file(own.dataset)):
+                yield ("eval", "sets", name, leaf), sentence
 
 
 def _without_effect(
