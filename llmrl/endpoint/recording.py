@@ -104,7 +104,8 @@ class RecordingEndpoint(Endpoint):
             del self._rollouts[key]
         leaves = [call.turn for call in rollout.leaves(self.train)]
         trained = {id(turn) for leaf in leaves for turn in leaf.path()}
-        self.counters.update({**rollout.counters, "trained": len(trained), "rows": len(leaves)})
+        rollout.counters.update({"trained": len(trained), "rows": len(leaves)})
+        self.counters.update({**rollout.counters})  # a copy: an answer in progress may be added to it
         return self.rows_of(rollout, leaves, reward) if leaves else None
 
     def rows_of(self, rollout: Rollout, leaves: Sequence[SampledTurn], reward: float) -> TensorDict:

@@ -30,8 +30,8 @@ from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.train.settings.environment import TaskSettings
 
 _LOOK_S = 0.1  # between looks at whether rollouts were stopped
-_BY_ENDPOINT = ("calls", "trained", "rows", "rewritten", "replayed", "overridden/temperature", "overridden/top_p")
-COUNTED = (*_BY_ENDPOINT, "rollouts", "retried")
+_BY_ENDPOINT = ("overridden/temperature", "overridden/top_p")
+COUNTED = (*_BY_ENDPOINT, "calls", "trained", "rows", "rewritten", "rollouts", "retried")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class AgentRuns:
 
     def _rollout(self, task: AgentTask, over: Callable[[], bool]) -> TensorDict:
         """The rows of one task, after as many attempts as it needs."""
-        end = time.monotonic() + self._deadline_s
+        end, counts = time.monotonic() + self._deadline_s, Counter({"rollouts": 1})
         for attempt in range(self._retries + 1):
             if over():
                 raise ConversationsStopped
@@ -142,6 +142,7 @@ class AgentRuns:
             else:
                 result = outcome.value
             rows = self._endpoint.finish(key, result.reward)
+            counts.update({**rollout.counters})
             if rows is None and not error:
                 error = "the agent must call the model at the base URL, with its API key: it made no call"
             if error:
@@ -150,12 +151,11 @@ class AgentRuns:
                     self.first_error = self.first_error or error
             if not error or not outcome.done or attempt == self._retries:
                 break
-            with self._lock:
-                self._counts["retried"] += 1
+            counts["retried"] += 1
         if rows is None:
             rows = self._endpoint.rows_of(rollout, [self._no_turn()], math.nan)
-        with self._lock:
-            self._counts["rollouts"] += 1
+        with self._lock:  # of a whole rollout at once: others may be under way when they are read
+            self._counts.update(counts)
         count = len(rows)
         rows["seed"] = torch.full((count,), task.seed)
         rows["next", "scores"] = column([""] * (count - 1) + [json.dumps(result.metrics)])
@@ -172,7 +172,7 @@ class AgentRuns:
         return self._endpoint.paused()
 
     def counts(self) -> Counter[str]:
-        """How much was asked, failed and recorded so far, by name."""
+        """How much was asked, failed and recorded in the rollouts that ended so far, by name."""
         with self._lock:
             return self._counts + Counter({name: self._endpoint.counters[name] for name in _BY_ENDPOINT})
 

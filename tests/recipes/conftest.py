@@ -64,6 +64,18 @@ MIX = {  # in place of the one task of GRPO
 CRITIC = {"critic_optim": {"lr": 1e-2}, "critic_warmup": 1, "gamma": 0.99, "lam": 0.9}
 PPO = {**GRPO, "prompts_per_step": 14, "group_size": 1, "ppo": CRITIC}
 BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO, "ppo": PPO, "rejection": GRPO, "distill": GRPO}
+OWN_ENGINE = """
+import copy
+from llmrl.modules.llm.engines import TransformersEngine
+
+def make(model, tokenizer, seed=None):
+    ids = {"eos_token_ids": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return TransformersEngine(copy.deepcopy(model), tokenizer=tokenizer, seed=seed, **ids)
+
+def wrong(model, tokenizer):
+    return model
+"""
+WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 VOWELS = """
 def share(completion, answer):
     return sum(letter in "aeiou" for letter in completion) / 10

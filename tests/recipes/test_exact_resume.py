@@ -9,10 +9,9 @@ from llmrl.commands import cli
 from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config, load_config
 from llmrl.run.run_dir import RunDir
-from tests.recipes.conftest import MIX
+from tests.recipes.conftest import MIX, OWN_ENGINE, WAITED
 from tests.support.saved_models import save_tiny
 
-WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 HELD_OUT = {"dataset": "sums", "rows": 4, "every": 1}
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
 
@@ -70,19 +69,6 @@ def test_training_is_resumed_exactly(place, command, changes):
     resume_at_step_2(place, 5)
     if command in ("grpo", "ppo"):
         place.same_rollouts("straight", "cut", 5)
-
-
-OWN_ENGINE = """
-import copy
-from llmrl.modules.llm.engines import TransformersEngine
-
-def make(model, tokenizer, seed=None):
-    ids = {"eos_token_ids": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return TransformersEngine(copy.deepcopy(model), tokenizer=tokenizer, seed=seed, **ids)
-
-def wrong(model, tokenizer):
-    return model
-"""
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,13 @@ class AgentRollouts:
         counts = self._runs.counts()
         new, self._reported = {name: counts[name] - self._reported[name] for name in COUNTED}, counts
         now = session.sum(new)
-        rollouts, calls = max(1, now["rollouts"]), max(1, now["calls"])
+        means = {}
+        if rollouts := now["rollouts"]:  # none if they are sampled ahead and no more are needed
+            means = {"agent/calls_mean": now["calls"] / rollouts, "agent/rows_mean": now["rows"] / rollouts}
+        if now["calls"]:
+            means["agent/untrained_frac"] = 1 - now["trained"] / now["calls"]
         return {
-            "agent/calls_mean": now["calls"] / rollouts,
-            "agent/rows_mean": now["rows"] / rollouts,
-            "agent/untrained_frac": 1 - now["trained"] / calls,
+            **means,
             "agent/rewritten": now["rewritten"],
             "agent/retried": now["retried"],
             "agent/overridden": now["overridden/temperature"] + now["overridden/top_p"],
