@@ -24,12 +24,14 @@ from llmrl.run.console import (
     print_summary,
     print_table,
 )
+from llmrl.run.console.numbers import counted
 from llmrl.run.masking import masked_info
 from llmrl.run.metrics import METRICS, evenly, read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.run.run_dir import RunDir
 
 Row = dict[str, float | None]
+_CALLS = 20  # of an agent, that are shown of a rollout
 _FILES = ("report.html", "config.yaml", "metrics.jsonl", "rollouts", "checkpoints")
 
 _COLUMNS = {  # metric -> the columns of a run that has it
@@ -43,7 +45,8 @@ def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: boo
     """Prints a table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and the change of each measure;
     or all steps and the changes as one JSON object. Returns 0.
 
-    For a run with tools, also prints the number of calls and their outcomes in the first and last step with calls.
+    Samples of an agent's rollouts are followed by its calls. For a run with tools, also prints the number of calls and
+    their outcomes in the first and last step with calls.
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
@@ -139,4 +142,25 @@ def _sample(rollout: Rollout) -> Sample:
     if rollout.reward is None:
         label += ", reward failed"
     label += "".join(f", {name} {value!s:.40}" for name, value in rollout.columns.items())
-    return Sample([(rollout.prompt, False), (rollout.completion, True)], rollout.reward, rollout.advantage, label)
+    pieces = [(rollout.prompt, False), (rollout.completion, True)]
+    return Sample(pieces, rollout.reward, rollout.advantage, label, _model_calls(rollout))
+
+
+def _model_calls(rollout: Rollout) -> list[str]:
+    """The calls of an agent, a line each: what it continues, its tokens, the row that trains them."""
+    calls = rollout.model_calls
+    if not calls:
+        return []
+    rows = {call.row for call in calls} - {-1}
+    head = " · ".join(
+        filter(None, [f"{counted(len(calls), 'call')} in {counted(len(rows), 'row')}", rollout.untrained])
+    )
+    if len(rows) > 1:
+        head += f" · above is row {max(rows) + 1}"
+    lines = []
+    for place, call in enumerate(calls):
+        texts = (" ".join(text.split()) for text in (call.question, call.answer))
+        lines.append(f"{call.in_words(place)} · " + " -> ".join(f"{text:.40}" for text in texts))
+    if len(lines) > _CALLS:
+        lines[_CALLS // 2 : -_CALLS // 2] = [f"[... {len(lines) - _CALLS} calls ...]"]
+    return [head, *lines]

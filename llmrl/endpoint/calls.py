@@ -27,6 +27,7 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens,
 
 Train = Literal["main", "all", "longest"]
 Key = tuple[Any, ...]
+_SHOWN = 1000  # characters of a message in the record of a call: the whole text is in the row
 
 
 def identity(message: Message) -> Key:
@@ -178,13 +179,8 @@ class CallGraph:
         train  "main": the path of the first call, and those that the template made it leave; "all": also sub-agents and
                edited histories; "longest": the path with the most sampled tokens
         """
-        with self._lock:
-            ends = [call for call in self.calls if not call.children]
-            # Of several answers to one prompt the client went on with one, or, if it ended there, took the last.
-            continued = {call.asked.place for call in self.calls if call.children}
-            newest = {call.asked.place: call for call in ends if call.asked.place not in continued}
-            kept = list(newest.values())
-            self.counters["retries"] = len(ends) - len(kept)
+        kept, repeated = self._ends()
+        self.counters["retries"] = len(repeated)
         if train == "longest":
             return sorted(kept, key=lambda call: -sum(len(turn.ids) for turn in call.turn.path()))[:1]
         if train == "main":
@@ -195,6 +191,40 @@ class CallGraph:
                     main.add(call.root)
             kept = [call for call in kept if call.root in main]
         return sorted(kept, key=lambda call: call.root)
+
+    def _ends(self) -> tuple[list[Call], list[Call]]:
+        """The last calls of all paths, and those beside them that the client did not go on with."""
+        with self._lock:
+            ends = [call for call in self.calls if not call.children]
+            # Of several answers to one prompt the client went on with one, or, if it ended there, took the last.
+            continued = {call.asked.place for call in self.calls if call.children}
+            newest = {call.asked.place: call for call in ends if call.asked.place not in continued}
+        kept = list(newest.values())
+        return kept, [call for call in ends if call not in kept]
+
+    def describe(self, leaves: Sequence[Call], train: Train = "main") -> list[dict[str, Any]]:
+        """The calls in the order of their requests, each a `ModelCallRecord`, if those of ``leaves`` became rows."""
+        repeated, calls = self._ends()[1], sorted(self.calls, key=lambda call: call.asked.number)
+        places, rows = {call: place for place, call in enumerate(calls)}, {}
+        for row, leaf in enumerate(leaves):
+            for turn in leaf.turn.path():
+                rows.setdefault(id(turn), row)  # which trains it
+        other = {"main": "of another conversation, which train main leaves out", "all": "it came after the rollout"}
+        other["longest"] = "not of the longest conversation, which alone is trained"
+        found = []
+        for call in calls:
+            turn, row = call.turn, rows.get(id(call.turn), -1)
+            why = "the client went on with another answer" if call in repeated else other[train]
+            asked = str(turn.messages[-1].get("content") or "") if turn.messages else ""
+            facts = {"parent": places.get(call.parent, -1), "row": row, "why": why if row < 0 else ""}
+            facts |= {"question": _cut(asked), "answer": _cut(str(turn.message.get("content") or ""))}
+            facts |= {"prompt_tokens": len(turn.prompt_ids), "tokens": len(turn.ids)}
+            found.append(facts | {"stop_reason": turn.stop_reason.name.lower()})
+        return found
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def make_rows(

@@ -30,6 +30,7 @@ class Rollout(CallGraph):
     def __init__(self, row: Mapping[str, Any], group: int, seed: int | None) -> None:
         super().__init__(seed)
         self.row, self.group = row, group
+        self.record: list[dict[str, Any]] = []  # of its calls, when it is finished
 
 
 class RecordingEndpoint(Endpoint):
@@ -102,7 +103,9 @@ class RecordingEndpoint(Endpoint):
         rollout = self.rollout(key)
         with self._lock:
             del self._rollouts[key]
-        leaves = [call.turn for call in rollout.leaves(self.train)]
+        kept = rollout.leaves(self.train)
+        rollout.record = rollout.describe(kept, self.train)
+        leaves = [call.turn for call in kept]
         trained = {id(turn) for leaf in leaves for turn in leaf.path()}
         rollout.counters.update({"trained": len(trained), "rows": len(leaves)})
         self.counters.update({**rollout.counters})  # a copy: an answer in progress may be added to it

@@ -17,7 +17,15 @@ from typing import Any
 
 from llmrl.errors import DataError
 from llmrl.run.metrics import evenly
-from llmrl.run.rollout_log import Rollout, TokenRecord, ToolCallRecord, read_rollouts, read_tokens, rollout_files
+from llmrl.run.rollout_log import (
+    ModelCallRecord,
+    Rollout,
+    TokenRecord,
+    ToolCallRecord,
+    read_rollouts,
+    read_tokens,
+    rollout_files,
+)
 
 _MAX_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
 _MAX_STEPS = 24
@@ -97,8 +105,8 @@ def _groups(run_dir: Path, step: int) -> list[Group] | None:
     return [groups[number] for number in dict.fromkeys([*others[:1], *extremes, *others])]
 
 
-def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
-    """A rollout without its tokens, or a tool call, as the page shows it."""
+def _row(record: Rollout | ToolCallRecord | ModelCallRecord, max_chars: int) -> dict[str, Any]:
+    """A rollout without its tokens, or a call, as the page shows it; ``model_calls`` only of those that have some."""
 
     def shown(name: str, value: Any) -> Any:
         if name == "columns":
@@ -114,7 +122,10 @@ def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
         return _rounded(value) if isinstance(value, float) else value
 
     values = {part.name: getattr(record, part.name) for part in fields(record) if part.name != "token_record"}
-    return {name: shown(name, value) for name, value in values.items()}
+    made = {name: shown(name, value) for name, value in values.items() if name != "model_calls" or value}
+    if "model_calls" in made:
+        made["num_model_calls"], made["untrained"] = len(record.model_calls), record.untrained
+    return made
 
 
 def _records(run_dir: Path, step: int) -> Mapping[int, TokenRecord]:

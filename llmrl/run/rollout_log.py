@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 __all__ = [
+    "ModelCallRecord",
     "Rollout",
     "RolloutLog",
     "Rollouts",
@@ -68,6 +69,31 @@ class ToolCallRecord:
 
 
 @dataclass(frozen=True)
+class ModelCallRecord:
+    """A call of the model by an agent."""
+
+    parent: int  # the place of the call whose ids it continues; -1: it begins a path
+    row: int  # of the rollout's rows, from 0, the one that trains its answer; -1: none
+    why: str  # it is in no row; "" if it is in one
+    question: str  # the last message of the request, and the answer; the beginning of long ones
+    answer: str
+    prompt_tokens: int
+    tokens: int  # sampled
+    stop_reason: str
+
+    def in_words(self, place: int) -> str:
+        """One line about the call at this place.
+
+        >>> ModelCallRecord(0, -1, "of another conversation", "2+2?", "4", 9, 2, "eos").in_words(1)
+        'call 2 after 1 · 2 tokens · no row: of another conversation'
+        """
+        after = f" after {self.parent + 1}" if self.parent >= 0 else ""
+        return f"call {place + 1}{after} · {self.tokens} tokens · " + (
+            f"row {self.row + 1}" if self.row >= 0 else f"no row: {self.why}"
+        )
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled conversation. A reward of None means that scoring failed; NaN is stored as None."""
 
@@ -84,7 +110,15 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
     columns: dict[str, Any] = field(default_factory=dict)  # of its row of the data, such as "answer"; values as in JSON
     tool_calls: Sequence[ToolCallRecord] = ()
+    model_calls: Sequence[ModelCallRecord] = ()  # of an agent, in the order of its requests
     token_record: TokenRecord | None = None  # only of some conversations of a step; absent in files of older versions
+
+    @property
+    def untrained(self) -> str:
+        """Why none of its rows was trained, in words; "" if they were."""
+        if self.reward is None:
+            return "not trained: it failed"
+        return "not trained: its group gave no advantage" if self.advantage is None else ""
 
     def _repr_html_(self) -> str:
         """The conversation for a notebook; trained tokens are blue, other sampled ones orange."""
@@ -107,6 +141,7 @@ _COLUMNS = {part.name: _TYPES[part.type] for part in fields(Rollout) if part.typ
 _COLUMNS |= {"columns": "string"}  # a JSON object
 _COLUMNS |= {"rewards": {"name": "string", "value": "float64"}}
 _COLUMNS |= {"tool_calls": {part.name: _TYPES[part.type] for part in fields(ToolCallRecord)}}
+_COLUMNS |= {"model_calls": {part.name: _TYPES[part.type] for part in fields(ModelCallRecord)}}
 _OF_TOKENS = {"int": "int64", "str": "string", "bool": "bool_", "float | None": "float32"}
 _TOKEN_COLUMNS = {part.name: _OF_TOKENS[part.type[len("Sequence[") : -1]] for part in fields(TokenRecord)}
 
@@ -150,10 +185,11 @@ class RolloutLog:
         columns["step"] = [step] * len(rows)
         columns["columns"] = [json.dumps(row.columns) for row in rows]
         columns["rewards"] = [[{"name": n, "value": _plain(v)} for n, v in row.rewards.items()] for row in rows]
-        columns["tool_calls"] = [
-            [{name: _plain(getattr(call, name)) for name in _COLUMNS["tool_calls"]} for call in row.tool_calls]
-            for row in rows
-        ]
+        for kind in ("tool_calls", "model_calls"):
+            columns[kind] = [
+                [{name: _plain(getattr(call, name)) for name in _COLUMNS[kind]} for call in getattr(row, kind)]
+                for row in rows
+            ]
         for name in _TOKEN_COLUMNS:
             columns[_TOKEN + name] = [
                 record if record is None else [_plain(value) for value in getattr(record, name)]
@@ -239,6 +275,8 @@ def _rollout(row: dict[str, Any]) -> Rollout:
     if "rewards" in row:
         row["rewards"] = {str(entry["name"]): entry["value"] for entry in row["rewards"]}
         row["tool_calls"] = tuple(_without_nulls(ToolCallRecord(**call)) for call in row["tool_calls"])
+    if "model_calls" in row:
+        row["model_calls"] = tuple(_without_nulls(ModelCallRecord(**call)) for call in row["model_calls"])
     return _without_nulls(Rollout(**row))
 
 

@@ -158,7 +158,8 @@ class AgentRuns:
             self._counts.update(counts)
         count = len(rows)
         rows["seed"] = torch.full((count,), task.seed)
-        rows["next", "scores"] = column([""] * (count - 1) + [json.dumps(result.metrics)])
+        for name, value in (("scores", result.metrics), ("model_calls", rollout.record)):
+            rows["next", name] = column([""] * (count - 1) + [json.dumps(value)])
         return rows
 
     def _no_turn(self) -> SampledTurn:

@@ -141,9 +141,22 @@ def test_each_sampled_token_is_trained_once_whatever_an_agent_asks(endpoint_of):
     assert by_choice["main"] == [[0, 3, 5, 6], [0, 3, 5, 8]]
     assert by_choice["longest"] == [[0, 3, 5, 6]]
     assert by_choice["all"] == [[0, 3, 5, 6], [0, 3, 5, 8], [1, 4], [9]]
+    described = rollout.describe(rollout.leaves("main"), "main")
+    assert [(call["parent"], call["row"]) for call in described] == [
+        *[(-1, 0), (-1, -1), (0, -1), (0, 0), (1, -1), (3, 0), (5, 0), (5, -1), (5, 1), (-1, -1)]
+    ]
+    beside, other = "the client went on with another answer", "of another conversation, which train main leaves out"
+    left_out = {place: call["why"] for place, call in enumerate(described) if call["row"] < 0}
+    assert left_out == {1: other, 2: beside, 4: other, 7: beside, 9: other}
+    assert [(call["question"], call["answer"]) for call in described[-2:]] == [
+        ("right", "answer 8"),
+        ("compacted", "answer 9"),
+    ]
     rows = endpoint.finish(key, 1.0)
     said = [TOKENIZER.decode(ids).replace("<|im_end|>", " ").split() for ids in trained(rows)]
-    assert [[int(word) for word in row if word != "answer"] for row in said] == [[0, 3, 5, 6], [8], [1, 4], [9]]
+    trained_in = [[int(word) for word in row if word != "answer"] for row in said]
+    assert trained_in == [[0, 3, 5, 6], [8], [1, 4], [9]]
+    assert [[n for n, call in enumerate(rollout.record) if call["row"] == row] for row in range(4)] == trained_in
     assert rows["next", "done"].flatten().tolist() == [False, False, False, True]
     assert rows["next", "reward"].sum() == 1.0, "a rollout counts once, however many rows it has"
     assert rollout.counters["roots"] == 3

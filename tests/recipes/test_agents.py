@@ -219,6 +219,14 @@ def test_a_run_is_trained_by_an_agent_and_resumed_exactly(agents, place):
     assert all(step["rollout/turns_mean"] == 2 and step["rollout/failed"] == 0 for step in steps)
     assert all(step["reward/letters/mean"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
     assert [step["mismatch/logp_abs_max"] < 1e-4 for step in steps] == [True] * 4
+    for rollout in place.rollouts("run", 4):
+        calls = [(call.parent, call.row, call.question) for call in rollout.model_calls]
+        assert calls == [(-1, 0, rollout.columns["prompt"]), (0, 0, "again"), (-1, -1, "A title, please.")]
+        assert sum(call.tokens for call in rollout.model_calls if call.row >= 0) == rollout.tokens
+    lines = ["3 calls in 1 row", "call 2 after 1 · 8 tokens · row 1 · again ->"]
+    place.run(
+        "show", "run", words=[*lines, "call 3 · 8 tokens · no row: of another conversation, which train main leaves"]
+    )
     place.cut_back("run", "cut", to=2)
     place.run("resume", "cut")
     place.run("eval", "run", code=2, words=["run has no held-out problems; give eval.dataset=..."])

@@ -57,6 +57,11 @@ def call(outcome="ok", **changes):
     return fields | {"outcome": outcome} | changes
 
 
+def model_call(row=0, parent=-1, **changes):
+    fields = {"question": "2+2?", "answer": "4", "prompt_tokens": 7, "tokens": 3, "stop_reason": "eos", "why": ""}
+    return fields | {"row": row, "parent": parent} | changes
+
+
 def data_of(rollouts, vocabulary=None):
     steps = sorted({row["step"] for row in rollouts})
     words = {1: "The", 2: " end", 3: "a\nb", 4: "<|im_end|>", 9: "<|im_start|>"} | (vocabulary or {})
@@ -281,18 +286,35 @@ def test_calls_are_folded_behind_the_turn_that_made_them(show):
     assert (result.is_visible(), result.text_content()) == (True, "2")
 
 
+def test_the_calls_of_an_agent_say_what_they_continue_and_which_row_trains_them(show):
+    calls = [model_call(), model_call(1, 0), model_call(-1, why="of another conversation")]
+    one = rollout(1, 0, model_calls=calls, num_model_calls=60, untrained="not trained: it failed")
+    page = show(data_of([one]))
+    head, *lines = page.locator(".rv-turn > summary, .rv-call > summary").all_text_contents()
+    rows = "60 calls of the model, 2 rows · the conversation below is row 2"
+    assert head == f"{rows} · the first 3 are shown · not trained: it failed"
+    asked = "7 tokens asked · 3 sampled"
+    assert lines == [
+        f"call 1 · {asked} · row 1 · eos",
+        f"call 2 after 1 · {asked} · row 2 · eos",
+        f"call 3 · {asked} · no row: of another conversation · eos",
+    ]
+
+
 def test_no_text_of_a_model_runs_and_hidden_letters_are_seen(show):
     hostile = [rollout(1, number) for number in range(len(HOSTILE))]
     for row, text in zip(hostile, HOSTILE, strict=True):
         row |= {"prompt": text, "completion": text, "prompt_id": text, "stop_reason": text, "rewards": {text: 1.0}}
         row["tool_calls"] = [call(text, name=text, arguments=text, result=text)]
+        row |= {"model_calls": [model_call(-1, question=text, answer=text, why=text, stop_reason=text)]}
+        row |= {"num_model_calls": 1, "untrained": ""}
         row["record"]["spans"] = [[text, 0, 2], ["assistant", 0, 3]]
     without = [rollout(1, 50 + number, completion=text, record=None) for number, text in enumerate(HOSTILE)]
     page = show(data_of(hostile + without, {1: HOSTILE[1], 2: HOSTILE[5]}))
     page.locator(".rv-list").focus()
     seen = ""
     for _ in range(len(hostile + without)):
-        page.locator(".rv-token, .rv-text").first.hover()
+        page.locator(".rv-token:visible, .rv-text:visible").first.hover()
         seen += page.locator("#rollouts").inner_text()
         page.keyboard.press("ArrowDown")
     for name in ("group of", "other steps"):

@@ -208,7 +208,8 @@ window.renderRollouts = (() => {
       let text = this.texts.get(rollout);
       if (text === undefined) {
         const calls = rollout.tool_calls.flatMap((call) => [call.name, call.arguments, call.result]);
-        text = [rollout.prompt, rollout.completion, ...calls].map(whole).join("\n").toLowerCase();
+        const asked = (rollout.model_calls ?? []).flatMap((call) => [call.question, call.answer]);
+        text = [rollout.prompt, rollout.completion, ...calls, ...asked].map(whole).join("\n").toLowerCase();
         this.texts.set(rollout, text);
       }
       return text;
@@ -354,7 +355,25 @@ window.renderRollouts = (() => {
       const link = () => `${location.href.split("#")[0]}${this.address(rollout)}`;
       const { record, ...values } = rollout;
       return [table(facts), make("div", { class: "rv-head" }, copy(link, "copy link"), copy(() => JSON.stringify(values, null, 2), "copy as JSON")),
-        ...this.conversation(rollout, TOKENS, true)];
+        ...this.modelCalls(rollout), ...this.conversation(rollout, TOKENS, true)];
+    }
+
+    // The calls of an agent: what each continues, and the row of the rollout that trains its tokens.
+    modelCalls(rollout) {
+      const calls = rollout.model_calls ?? [], rows = Math.max(-1, ...calls.map(({ row }) => row)) + 1;
+      if (!calls.length) return [];
+      const told = calls.map((call, place) => {
+        const after = call.parent < 0 ? "" : ` after ${call.parent + 1}`, row = call.row < 0 ? `no row: ${whole(call.why)}` : `row ${call.row + 1}`;
+        return make("details", { class: "rv-call" },
+          make("summary", {}, visible(`call ${place + 1}${after} · ${call.prompt_tokens} tokens asked · ${call.tokens} sampled · ${row} · ${whole(call.stop_reason)}`, true)),
+          make("div", { class: "rv-role" }, "last message"), make("div", { class: "rv-text" }, visible(whole(call.question), true)),
+          make("div", { class: "rv-role" }, "answer"), make("div", { class: "rv-text" }, visible(whole(call.answer), true)));
+      });
+      const more = rollout.num_model_calls - calls.length, head = [`${rollout.num_model_calls} calls of the model, ${rows} rows`];
+      if (rows > 1) head.push(`the conversation below is row ${rows}`);
+      if (more) head.push(`the first ${calls.length} are shown`);
+      if (rollout.untrained) head.push(rollout.untrained);
+      return [make("details", { class: "rv-turn", open: rows > 1 }, make("summary", {}, head.join(" · ")), ...told)];
     }
 
     drawGroup(group) {

@@ -24,6 +24,7 @@ class Sample:
     reward: float | None = None
     advantage: float | None = None
     label: str = ""
+    notes: Sequence[str] = ()  # lines below it
 
 
 def print_conversations(console: Console, samples: Sequence[Sample], *, max_chars: int = 1200) -> None:
@@ -46,7 +47,8 @@ def print_conversations(console: Console, samples: Sequence[Sample], *, max_char
         table.add_column(ratio=1)
         table.add_column(justify="right", no_wrap=True)
         table.add_row(body, verdict)
-        print_block(console, Group(Rule(style="dim", characters="-"), table))
+        notes = [Text(printable(note), "dim") for note in sample.notes]
+        print_block(console, Group(Rule(style="dim", characters="-"), table, *notes))
     if samples:
         print_block(console, Rule(style="dim", characters="-"))
 

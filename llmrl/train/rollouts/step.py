@@ -20,7 +20,7 @@ from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.columns import is_plain, trained_keys
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.run.console import Sample
-from llmrl.run.rollout_log import Rollout, ToolCallRecord
+from llmrl.run.rollout_log import ModelCallRecord, Rollout, ToolCallRecord
 from llmrl.train.data.sft import marked_pieces
 from llmrl.train.mixed_env import SOURCE
 from llmrl.train.rollouts.token_records import TokenWatch, choose_conversations, prompt_id, token_record
@@ -99,6 +99,9 @@ class StepRollouts:
             if groups[row] not in prompt_ids:
                 prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
         calls = [lines or "" for lines in column_values(data.get("next"), "tool_calls") or [""] * len(groups)]
+        asked = [
+            json.loads(text or "[]") for text in column_values(data.get("next"), "model_calls") or [""] * len(groups)
+        ]
         parts = {key.removeprefix("reward_"): values.tolist() for key, values in _reward_parts(data).items()}
         columns = data_columns(data)
         mine = [
@@ -115,6 +118,7 @@ class StepRollouts:
                 rewards={name: values[row] for name, values in parts.items()},
                 columns={name: values[row] for name, values in columns.items()},
                 tool_calls=tuple(ToolCallRecord(**call) for call in read_calls(calls[row])),
+                model_calls=tuple(ModelCallRecord(**call) for call in asked[row]),
             )
             for row, length in zip(self._last, lengths, strict=True)
         ]
