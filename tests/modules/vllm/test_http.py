@@ -170,7 +170,7 @@ def test_what_is_not_a_vllm_server_is_named():
 
 
 class Completions(BaseHTTPRequestHandler):
-    """Speaks as a vLLM server does; ``hang(path)`` may hold an answer back."""
+    """Speaks as a vLLM server does; ``hang(path)`` may hold an answer back, or return another one."""
 
     protocol_version = "HTTP/1.1"
 
@@ -180,12 +180,12 @@ class Completions(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "allowed_token_ids" not in body:
-            self.server.hang(self.path)
+        other = None if "allowed_token_ids" in body else self.server.hang(self.path)
         count = body["max_tokens"]
         log_probs = {"token_logprobs": [0.0] * count}
         choice = {"token_ids": [7] * count, "logprobs": log_probs, "finish_reason": "length"}
-        self.say({"choices": [choice | {"prompt_token_ids": body["prompt"]}]})
+        choices = {"choices": [choice | {"prompt_token_ids": body["prompt"]}]}
+        self.say(other if isinstance(other, dict) else choices)
 
     def say(self, answer):
         text = json.dumps(answer).encode()
@@ -230,6 +230,18 @@ def test_a_server_that_falls_silent_is_noticed_long_before_the_deadline():
         assert len(engine.generate([PROMPT] * 2, SamplingParams(max_new_tokens=3)).ids) == 2
         engine.close()
     wait_until(lambda: not [one for one in threading.enumerate() if one.name == "llmrl-vllm-health"])
+
+
+@pytest.mark.parametrize("answer", [{"error": {"message": "the engine is dead"}}, {"choices": []}])
+def test_an_answer_without_a_completion_is_an_error_that_names_the_server(answer):
+    """Regression: a KeyError."""
+    with completions(lambda path: answer if path == "/v1/completions" else None) as url:
+        engine = VLLMEngine(url, eos_token_ids=())
+        with pytest.raises(
+            RolloutError, match=rf"{url}/v1/completions must answer with choices: got .*{next(iter(answer))}"
+        ):
+            engine.generate([PROMPT], SamplingParams(max_new_tokens=2))
+        engine.close()
 
 
 def test_a_slow_answer_of_a_server_that_lives_is_waited_for():
