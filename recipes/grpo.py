@@ -88,7 +88,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     state = AlgorithmState(session, algorithm)
     run.begin(model, tokenizer, data=data, optimizer=updater, rollouts=rollouts, algorithm=state)
     run.evaluate_before(evaluator)
-    for step in run.steps(config.steps, grpo_columns(tools=any(t.tools for t in config.env.tasks), own=declared)):
+    shown = [*declared, *rollouts.columns]
+    for step in run.steps(config.steps, grpo_columns(tools=any(t.tools for t in config.env.tasks), own=shown)):
         # 1. group_size answers to each prompt, with rewards: sampled now, or during earlier updates. With
         #    max_staleness 1 the engine gets the newest weights here, so that one version samples each batch.
         clock = time.perf_counter()
@@ -104,7 +105,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                 more = rollouts.sample()
                 rows = joined(rows, quota.inv(algorithm.advantages(trainable_rows(more, config, algorithm))))
                 data = joined(data, more)
-        metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU frees memory
+        metrics |= rollouts.end_sampling(data)  # an engine on the trainer's GPU frees memory
         rollouts.begin_next(steps_left=config.steps - step)
         sampled = StepRollouts(session, data, rows, tokenizer, keep_tokens=config.token_records, sources=sources)
         metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)

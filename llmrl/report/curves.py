@@ -13,7 +13,7 @@ from llmrl.run.metrics import METRICS
 
 MOST_POINTS = 1000  # per line; longer runs keep the extremes
 SECTIONS = {  # of the page, with the families of metrics that belong there unless in `CHARTS`
-    "Learning": ("reward", "preference", "data"),
+    "Learning": ("reward", "preference", "data", "curriculum"),
     "Answers": ("tokens", "group", "rollout", "agent"),
     "Policy": ("policy", "router"),
     "Engine and trainer": ("mismatch", "async"),
@@ -121,7 +121,8 @@ _NOT_DRAWN = re.compile(
     r"step|time/\w+|reward/(p10|p90)|eval/.*/(mean|std|count|failed)|data/epoch|perf/train_tok_s_device"
 )
 _ALWAYS_DRAWN = ("Reward", "Loss", "Held-out loss", "Time per step")
-_OF_SOURCE = re.compile(r"source/([\w.-]+)/(\w+)")  # of a mix: one chart for each measure, with a line for each source
+# One chart for each measure, with a line for each source of a mix or pool of a curriculum.
+_BY_NAME = re.compile(r"(source|curriculum)/([\w./-]+)/(\w+)")
 _REWARD_FUNCTION = re.compile(r"reward/([\w.-]+)/mean")
 
 
@@ -152,15 +153,16 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     titles = run.info.get("charts") or {}  # of metrics that an algorithm declares
     together: dict[str, list[str]] = {}
     for name in sorted(name for name in names - placed if not _NOT_DRAWN.fullmatch(name)):
-        own = _OF_SOURCE.fullmatch(name)
-        title = f"{_title(f'source/{own[2]}')} by source" if own else titles.get(name, name)
+        own = _BY_NAME.fullmatch(name)
+        by = {"source": "source", "curriculum": "pool"}
+        title = f"{_title(f'{own[1]}/{own[3]}')} by {by[own[1]]}" if own else titles.get(name, name)
         together.setdefault(title, []).append(name)
     for title, group in together.items():
         first, note = group[0], " ".join(f"{meanings[name]}." for name in group if len(group) > 1 and name in meanings)
         section = _section(first.partition("/")[0])
         title = _title(first) if title == first else title
         chart = Chart(section, title, {}, _kind(first), note or meanings.get(first, ""))
-        labels = {name: own[1] if (own := _OF_SOURCE.fullmatch(name)) else name.partition("/")[2] for name in group}
+        labels = {name: own[2] if (own := _BY_NAME.fullmatch(name)) else name.partition("/")[2] for name in group}
         made.append(_with_lines(chart, {label or name: _line(rows, name) for name, label in labels.items()}))
     return _in_sections(made)
 

@@ -83,6 +83,7 @@ METRICS: dict[str, str] = {
     "engine/preempted": "vLLM: times that a request was evicted from the KV cache and recomputed",
     "engine/prefix_hit_frac": "vLLM: share of the prompt tokens that were found in the prefix cache",
     "engine/waiting_max": "vLLM: most requests that waited for room after one of the engine's steps",
+    "curriculum/moved": "prompts that changed their pool in this step, but for unseen ones",
     "rollout/failed": "conversations lost in this step",
     "rollout/turns_mean": "assistant turns per conversation",
     "agent/calls_mean": "calls of the model per rollout of an agent, those of attempts that failed too",
@@ -124,12 +125,14 @@ METRICS: dict[str, str] = {
 _FAMILIES = {
     r"reward/[\w.-]+/\w+": "reward/<function>/mean",
     r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean",
+    r"curriculum/([\w.-]+/)?[\w.-]+/(prompts|drawn)": "curriculum/<pool>/prompts",
     r"source/[\w.-]+/(prompts|reward|failed|truncated_frac)": "source/<source>/reward",
 }
 
 
 def check_metric_name(name: str) -> None:
-    """Accepts the names of `METRICS`, and those of a function, an environment or a source: ``reward/<function>/mean``.
+    """Accepts the names of `METRICS`, and those of a function, an environment, a source or a pool, as
+    ``reward/<function>/mean``.
 
     Raises  ConfigError
 

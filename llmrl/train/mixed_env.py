@@ -96,6 +96,11 @@ class MixedEnv(EnvBase):
         results = {**self.full_observation_spec, **self.full_reward_spec}
         self._results = {name: spec for name, spec in results.items() if name not in (*CONTAINERS, *every)}
 
+    def place(self, draw: int) -> tuple[str, int]:
+        """The source of a draw, and its number among the draws of that source."""
+        source, position = self._shares.at(draw)
+        return list(self.envs)[source], position
+
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         first, count = self._handed_out, (self.batch_size if td is None else td.batch_size).numel()
         numbers = range(first, first + count)

@@ -79,6 +79,9 @@ WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 VOWELS = """
 def share(completion, answer):
     return sum(letter in "aeiou" for letter in completion) / 10
+
+def odd(completion, answer):
+    return int(answer) % 2 + share(completion, answer)
 """
 
 

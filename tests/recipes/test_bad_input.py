@@ -139,6 +139,18 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ),
         ("grpo", {"eval": {"sets": {"a/b": {"name": "sums"}}}}, ["a name must consist of letters"]),
         ("sft", {"eval": {"sets": {"easy": {"name": "sums"}}}}, ["eval.sets are problems of an environment: set env"]),
+        *(
+            ("grpo", {"curriculum": curriculum}, words)
+            for curriculum, words in (
+                ({"windw": 2}, ["did you mean  curriculum.window"]),
+                ({"pools": {"easy": {"abve": 1}}}, ["did you mean  curriculum.pools.easy.above"]),
+                ({"pools": {"easy": {"above": 1}}}, ["one pool must have neither above nor below, for the rest"]),
+                ({"pools": {"a": {}, "b": {}}}, ["for the rest: got a and b"]),
+                ({"pools": {"unseen": {}}}, ["named by a word other than unseen"]),
+                ({"pools": {"a": {"above": 2, "below": 1}, "b": {}}}, ["pools.a: above must be less than below"]),
+                ({"pools": {"a": {"weight": 0}}}, ["curriculum.pools.a.weight", "should be greater than or equal to"]),
+            )
+        ),
         ("grpo", {"env": MIX, "eval": {"sets": {"easy": {"name": "sums"}}}}, ["leave out their eval_dataset"]),
         ("reward", {"env": {"name": "sums"}}, ["env is for models that generate"]),
         ("reward", {"packing": "on"}, ["packing is for models that generate"]),

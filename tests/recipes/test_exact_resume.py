@@ -13,6 +13,7 @@ from tests.recipes.conftest import MIX, OWN_ENGINE, WAITED
 from tests.support.saved_models import save_tiny
 
 HELD_OUT = {"dataset": "sums", "rows": 4, "every": 1}
+POOLS = {"pools": {"high": {"above": 0.9, "weight": 0.05}, "low": {}}, "window": 2}
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
 
 
@@ -37,6 +38,7 @@ def resume_at_step_2(place, steps, **compared):
         ("sft", {"eval": HELD_OUT, "lora": {"r": 2, "dropout": 0.5}}),  # an evaluation draws no random numbers
         ("reward", {"eval": HELD_OUT}),
         ("grpo", {}),
+        ("grpo", {"curriculum": POOLS, "zero_variance": "refill", "env": {"reward": "vowels:odd"}}),
         ("rejection", {"rejection": {"keep": 1}}),
         ("grpo", {"algorithm": "tests.support.twins:Twins", "grpo": {"kl": 0.5}, "updates_per_step": 2}),
         ("ppo", {"updates_per_step": 2, "env": {"max_turns": 2}}),
@@ -51,7 +53,15 @@ def resume_at_step_2(place, steps, **compared):
                 ("dpo", {"eval": HELD_OUT}),
                 ("reward", {"model": "untied"}),
                 ("grpo", {"model": "untied"}),
-                ("grpo", {"env": MIX, "zero_variance": "refill", "eval": {"rows": 3, "max_tokens": 4, "every": 2}}),
+                (
+                    "grpo",
+                    {
+                        "env": MIX,
+                        "curriculum": POOLS,
+                        "zero_variance": "refill",
+                        "eval": {"rows": 3, "max_tokens": 4, "every": 2},
+                    },
+                ),
                 ("grpo", {"updates_per_step": 2, "group_size": 5}),
                 ("ppo", {"lora": {"r": 2}}),
                 ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),
@@ -75,7 +85,7 @@ def test_training_is_resumed_exactly(place, command, changes):
     "changes",
     [
         {"zero_variance": "keep"},
-        {"zero_variance": "refill", "env": {"max_turns": 2}},
+        {"zero_variance": "refill", "env": {"reward": "vowels:odd", "max_turns": 2}, "curriculum": POOLS},
         {"eval": {"dataset": "prompts.jsonl", "rows": 2, "max_tokens": 4, "every": 2}},  # saved after the weights came
     ],
 )

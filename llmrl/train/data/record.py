@@ -30,7 +30,7 @@ class DataRecord:
         """The record with a digest of ``values``: columns by name, text, numbers, bytes, tensors, images and lists."""
         digest = hashlib.sha256()
         for value in values:
-            _add(digest, value)
+            add_to_digest(digest, value)
         return cls(source, unit, rows, digest.hexdigest())
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,16 +49,17 @@ class DataRecord:
             )
 
 
-def _add(digest: Any, value: Any) -> None:
+def add_to_digest(digest: Any, value: Any) -> None:
+    """Adds a value to a digest: columns by name, text, numbers, bytes, tensors, images and lists."""
     if isinstance(value, Mapping):
         digest.update(b"{")
         for name in sorted(value, key=str):
-            _add(digest, str(name))
-            _add(digest, value[name])
+            add_to_digest(digest, str(name))
+            add_to_digest(digest, value[name])
     elif isinstance(value, (list, tuple)):
         digest.update(f"[{len(value)} ".encode())
         for item in value:
-            _add(digest, item)
+            add_to_digest(digest, item)
     elif isinstance(value, bytes):
         digest.update(value)
     elif isinstance(value, Tensor):

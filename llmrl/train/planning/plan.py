@@ -279,7 +279,7 @@ def _grpo_plan(
     if num_eval and config.eval.every:
         evaluated += f" every {config.eval.every}"
     epochs = counted(config.steps, "step")
-    if not env.is_mix:  # whose sources have epochs of their own
+    if not env.is_mix and config.curriculum is None:  # sources have epochs of their own, pools have none
         epochs += f" = {config.steps * prompts / num_prompts:.2f} epochs"
     several = {"several_turns": env.several_turns, "new_records": env.several_records}
     return [
@@ -301,6 +301,7 @@ def _grpo_plan(
         *([("env", about)] if (about := task.about(config.eval)) else []),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
         *_sets(config, task, prepared),
+        *_curriculum(config),
         *_not_used(_unused_columns(task, prepared), task.unused_keys),
         ("keep", _checkpoints(config)),
     ]
@@ -362,8 +363,9 @@ def _sources(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
     for part, own in task.parts(prepared.prompts):
         source = part.settings
         share = source.weight / total
-        epochs = f"{share * config.steps * config.prompts_per_step / len(own):.2f} epochs"
-        text = f"{source.label} · weight {source.weight:g}, {share:.0%} of the prompts · {len(own)} prompts · {epochs}"
+        text = f"{source.label} · weight {source.weight:g}, {share:.0%} of the prompts · {len(own)} prompts"
+        if config.curriculum is None:
+            text += f" · {share * config.steps * config.prompts_per_step / len(own):.2f} epochs"
         text += f" · {measured[source.label]} problems measured" if source.label in measured else ""
         rows += [("source", text), *_tools_and_user(part)]
         if about := part.about(config.eval.model_copy(update={"dataset": source.eval_dataset})):
@@ -378,6 +380,13 @@ def _sets(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
         data = part.settings.dataset or f"{part.settings.name} {part.settings.split}"
         rows.append(("measured", f"{part.settings.label} · {len(own)} problems of {data}"))
     return rows
+
+
+def _curriculum(config: GRPOConfig) -> Rows:
+    if config.curriculum is None:
+        return []
+    pools = " · ".join(f"{name}: {pool.label}" for name, pool in config.curriculum.pools.items())
+    return [("curriculum", f"by the mean of the last {counted(config.curriculum.window, 'group')} · {pools}")]
 
 
 def _tools_and_user(task: Task) -> Rows:

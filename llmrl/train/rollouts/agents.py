@@ -42,8 +42,12 @@ class AgentRollouts:
             rank=session.rank,
             world_size=session.world_size,
         )
+        self.primers = {"": self._data}
         self._reported: Counter[str] = Counter()
         self.stop, self.close = self._runs.stop, self._runs.close
+
+    def place(self, draw: int) -> tuple[str, int]:
+        return "", draw
 
     @property
     def policy_version(self) -> int:

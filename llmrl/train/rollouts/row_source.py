@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensordict import TensorDictBase
 
 from llmrl.collectors.llm import LLMCollector
+from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward import RewardFunction
 from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.errors import RolloutError, caused_by
@@ -23,10 +24,14 @@ class RowSource(Protocol):
 
     Rows of a rollout are consecutive and the last one is done; failed rollouts have a reward of NaN (docs/keys.md).
 
+    primers         of the prompts, by source; without env.mix there is one, ""
     policy_version  of the weights that sample
     first_error     the first traceback of the user's code; "" if none was kept
     failure         what failed first, to raise
     """
+
+    @property
+    def primers(self) -> Mapping[str, DataLoadingPrimer]: ...
 
     @property
     def policy_version(self) -> int: ...
@@ -36,6 +41,9 @@ class RowSource(Protocol):
 
     @property
     def failure(self) -> RolloutError: ...
+
+    def place(self, draw: int) -> tuple[str, int]:
+        """The source of a draw, which is the number of a group, and the number of the draw in that source."""
 
     def rollout(self) -> TensorDictBase:
         """The rollouts of one step; returns when nothing is being sampled."""
@@ -69,9 +77,16 @@ class EnvironmentRollouts:
     """A `RowSource`: conversations of an environment, which a collector holds."""
 
     def __init__(self, collector: LLMCollector) -> None:
-        self._collector = collector
+        self._collector, env = collector, collector.env
+        self.place = env.place if hasattr(env, "envs") else lambda draw: ("", draw)  # envs: of a mix
         self.rollout, self.begin = collector.rollout, collector.begin
         self.state_dict, self.load_state_dict = collector.state_dict, collector.load_state_dict
+
+    @property
+    def primers(self) -> dict[str, DataLoadingPrimer]:
+        sources = getattr(self._collector.env, "envs", None) or {"": self._collector.env}
+        leaves = [(name, leaf) for name, env in sources.items() for leaf in env.transform.leaves()]
+        return {name: leaf for name, leaf in leaves if isinstance(leaf, DataLoadingPrimer)}
 
     @property
     def policy_version(self) -> int:

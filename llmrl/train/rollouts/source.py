@@ -14,6 +14,8 @@ from tensordict import TensorDictBase
 
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.objectives.metric import Metric
+from llmrl.train.curriculum import MOVED, Curriculum
 from llmrl.train.distributed import Session
 from llmrl.train.rollouts.engine import RolloutEngine
 from llmrl.train.rollouts.queue import RolloutQueue
@@ -38,6 +40,10 @@ class RolloutSource:
     ):
         self._rows, self._engine, self._scorer, self._session = rows, engine, scorer, session
         settings = config.rollout
+        self._curriculum: Curriculum | None = None
+        if config.curriculum is not None:
+            options = {"seed": config.seed, "max_staleness": settings.max_staleness}
+            self._curriculum = Curriculum(config.curriculum, session, rows.primers, rows.place, **options)
         self._queue: RolloutQueue | None = None
         if settings.max_staleness or settings.oversample:
             self._queue = RolloutQueue(
@@ -52,6 +58,11 @@ class RolloutSource:
         self._engine.take_gauges()  # resets them: the first step starts here
         self._trained = 0  # the version that this step's rollouts train
         self._error_reported = False
+
+    @property
+    def columns(self) -> list[Metric]:
+        """Metrics that have columns in the console."""
+        return [MOVED] if self._curriculum else []
 
     @property
     def version(self) -> int:
@@ -79,14 +90,16 @@ class RolloutSource:
         with self._session.autocast(), self._session.in_step(self._engine.policy):
             return self._rows.rollout()
 
-    def end_sampling(self) -> dict[str, float]:
-        """Ends sampling until `sync_weights`: an engine on the trainer's GPU sleeps until then.
+    def end_sampling(self, data: TensorDictBase) -> dict[str, float]:
+        """Ends sampling until `sync_weights`: an engine on the trainer's GPU sleeps until then. The curriculum draws
+        the next prompts by the rewards of ``data``, the rollouts of this step.
 
-        Returns  the engine's gauges since the last call: of this step's rollouts, unless rollouts run ahead
+        Returns  the engine's gauges since the last call: of this step's rollouts, unless rollouts run ahead; metrics of
+                 the curriculum
         """
         gauges = self._engine.take_gauges()
         self._engine.sleep()
-        return gauges
+        return gauges | (self._curriculum.observe(data) if self._curriculum else {})
 
     def begin_next(self, steps_left: int) -> None:
         """Starts sampling the rollouts of the next steps, if rollouts run ahead."""
@@ -143,6 +156,10 @@ class RolloutSource:
         "collector" is then the state before the first of these rollouts, with the version of the weights in the same
         checkpoint, for a run that has to sample them again.
         """
+        ahead = self._state_ahead()  # first: it may wait for draws
+        return ahead | ({"curriculum": self._curriculum.state_dict()} if self._curriculum else {})
+
+    def _state_ahead(self) -> dict[str, Any]:
         state = {"collector": self._rows.state_dict(), "ahead": None}
         if self._queue is None or not (self._queue.by_group or self._queue.in_progress):
             return state
@@ -156,6 +173,8 @@ class RolloutSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``; with another number of ranks or way of sampling, queued rollouts are restarted."""
+        if self._curriculum:  # first: what is restarted draws from it
+            self._curriculum.load_state_dict(state["curriculum"])
         self._rows.load_state_dict(state["collector"])
         queues = (state["ahead"] or {}).get("queues", ())
         if self._queue and len(queues) == self._session.world_size and queues[0]["by_group"] == self._queue.by_group:

@@ -194,6 +194,11 @@ class TaskSettings(Settings):
         return self.reward is not None or self.rewards is not None
 
     @property
+    def is_scored(self) -> bool:
+        """True if there are rewards."""
+        return self.name != "chat" or self._has_reward or self.agent is not None
+
+    @property
     def label(self) -> str:
         """The name in metrics: that of the environment, without its module, of reasoning_gym with that of its task; of
         ``chat``, that of the dataset.

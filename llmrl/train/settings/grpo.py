@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from llmrl.errors import ConfigError
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.settings import Settings
+from llmrl.train.settings.curriculum import CurriculumSettings
 from llmrl.train.settings.environment import EnvSettings, EvalSettings
 from llmrl.train.settings.model import ModelSource
 from llmrl.train.settings.rollout import RolloutSettings
@@ -44,7 +45,7 @@ class GRPOConfig(ModelSource):
     GROUPS: ClassVar[bool] = True
     FIXED: ClassVar[tuple[str, ...]] = (
         *ModelSource.FIXED,
-        *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split", "env.mix"),
+        *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split", "env.mix", "curriculum"),
     )
 
     algo: Literal[*PRESETS] = Field(
@@ -55,6 +56,9 @@ class GRPOConfig(ModelSource):
         description="a class of your own, module:name, or {module:name: {its settings}}; null: what algo and grpo say",
     )
     env: EnvSettings
+    curriculum: CurriculumSettings | None = Field(
+        None, description="draw prompts by the rewards of their last groups; {}: with the default pools; null: equally"
+    )
     steps: int = Field(200, ge=1, description="rollout and update rounds")
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
     group_size: int = Field(
@@ -123,6 +127,8 @@ class GRPOConfig(ModelSource):
             raise ValueError("eval.dataset: a mix is measured by source: set eval_dataset in those of env.mix")
         if self.eval.sets and any(source.eval_dataset for source in self.env.mix or ()):
             raise ValueError("eval.sets are measured in place of the sources' problems: leave out their eval_dataset")
+        if self.curriculum is not None and not all(task.is_scored for task in self.env.tasks):
+            raise ValueError("curriculum draws prompts by their rewards: set env.reward, or leave it out")
         self.grpo_settings()
         needs_groups = self.GROUPS
         if self.algorithm is not None:

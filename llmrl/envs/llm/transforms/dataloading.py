@@ -187,12 +187,17 @@ class DataLoadingPrimer(Transform):
         self._handed_out = rows
 
     @property
+    def source(self) -> IndexedRows | IteratedRows:
+        """The rows that it reads, whose ``pick`` may choose another order."""
+        return self._source
+
+    @property
     def columns(self) -> tuple[str, ...] | None:
         """The columns that it loads; None for an iterable that has not been read yet."""
         if self._names is None and self.primers is not None:
             self._names = tuple(self.primers.keys())
         elif self._names is None and isinstance(self._source, IndexedRows):
-            self._names = self._names_of(self._source.rows([0])[0], 0)
+            self._names = self._names_of(self._source.first(), 0)
         return self._names
 
     def reset_dataloader(self) -> None:
@@ -219,7 +224,7 @@ class DataLoadingPrimer(Transform):
     def transform_state_spec(self, state_spec: Composite) -> Composite:
         """The entries that a conversation starts from: every known column, "group_id" and "seed"."""
         shape, device = state_spec.shape, state_spec.device
-        row = self._source.rows([0])[0] if isinstance(self._source, IndexedRows) else {}
+        row = self._source.first() if isinstance(self._source, IndexedRows) else {}
         for name in self.columns or ():
             value = row.get(name)
             state_spec[name] = (
@@ -286,6 +291,7 @@ def primers_of(env: EnvSpecs | None) -> list[DataLoadingPrimer]:
 class IndexedRows:
     """Rows of an indexable dataset with a length, in an order that depends only on (seed, epoch).
 
+    ``pick``  if it is set, returns the indices of the rows at some positions instead
     Raises  DataError for an empty dataset
 
     >>> stream = IndexedRows(["a", "b", "c"], shuffle=True, seed=0)
@@ -300,11 +306,18 @@ class IndexedRows:
         self.epoch_size: int | None = len(dataset)
         self.shuffle = shuffle
         self.seed = seed
+        self.pick: Callable[[Sequence[int]], list[int]] | None = None
         self._order: tuple[int, list[int]] = (-1, [])  # the last epoch's permutation
 
     def rows(self, positions: Sequence[int]) -> list[Row]:
         """The rows at increasing positions of the stream."""
-        indices = [self._index(position) for position in positions]
+        return self._read(self._indices(positions))
+
+    def first(self) -> Row:
+        """The first row of the order by (seed, epoch)."""
+        return self._read([self.in_order(0)])[0]
+
+    def _read(self, indices: list[int]) -> list[Row]:
         if hasattr(self.dataset, "column_names"):  # datasets.Dataset: one read for all rows, as columns
             columns = self.dataset[indices]
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -312,12 +325,16 @@ class IndexedRows:
 
     def number(self, position: int) -> int:
         """The number, from 1, of the row at this position, for messages."""
-        return self._index(position) + 1
+        return self._indices([position])[0] + 1
 
     def close(self) -> None:
         """Does nothing: no resource stays open between reads."""
 
-    def _index(self, position: int) -> int:
+    def _indices(self, positions: Sequence[int]) -> list[int]:
+        return [self.in_order(position) for position in positions] if self.pick is None else self.pick(positions)
+
+    def in_order(self, position: int) -> int:
+        """The index of the row at this position of the order by (seed, epoch)."""
         epoch, offset = divmod(position, len(self.dataset))
         if not self.shuffle:
             return offset
