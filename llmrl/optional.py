@@ -26,15 +26,19 @@ def require(module: str, *, extra: str, used_by: str) -> ModuleType:
         raise _missing(module, extra, used_by) from error
 
 
-def check_installed(module: str, *, extra: str, used_by: str) -> None:
-    """Raises what `require` raises for a package that is not installed; imports nothing."""
+def check_installed(module: str, *, extra: str = "", packages: str = "", used_by: str) -> None:
+    """Raises what `require` raises for a package that is not installed; imports nothing.
+
+    ``packages``: what pip installs, for one that no extra of llmrl has
+    """
     spec = find_spec(module)
     if spec is None or spec.origin is None:  # without an origin: a folder of that name here, such as wandb/
-        raise _missing(module, extra, used_by)
+        raise _missing(module, extra, used_by, packages)
 
 
-def _missing(module: str, extra: str, used_by: str) -> MissingDependencyError:
+def _missing(module: str, extra: str, used_by: str, packages: str = "") -> MissingDependencyError:
+    names = " ".join(f"'{name}'" for name in (packages or f"llmrl[{extra}]").split())
     return MissingDependencyError(
-        f"{used_by}: needs the package {module!r}, which is not installed; run: pip install 'llmrl[{extra}]'.",
+        f"{used_by}: needs the package {module!r}, which is not installed; run: pip install {names}.",
         name=module.partition(".")[0],
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from llmrl.commands.suites import evaluate_suites
 from llmrl.envs.llm.answers import extract_tags, last_boxed, normalize_answer
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import TransformersWrapper
@@ -51,6 +52,7 @@ def evaluate(
     config: SFTConfig | GRPOConfig | RewardConfig,
     checkpoint: Path,
     data: Sequence[str],
+    suite: Sequence[str],
     samples: int,
     temperature: float | None,
     as_json: bool,
@@ -58,6 +60,7 @@ def evaluate(
     """Prints the scores of ``checkpoint``, a line or a JSON object for each set of problems, and returns 0.
 
     ``data``         files or hub names, with ``:SPLIT`` for another split; empty: the run's own evaluation data
+    ``suite``        tasks of other programs in place of these, see `evaluate_suites`
     ``samples``      answers to each problem; more than one are sampled with ``temperature`` (default: the run's, or 1)
 
     Raises  ConfigError if the run's settings name no task, problems or pairs to measure on; DataError if the
@@ -66,6 +69,12 @@ def evaluate(
     command, run_dir = run.read_info()["command"], run.path
     if samples < 1:
         raise ConfigError(f"--samples  must be at least 1: got {samples}")
+    if suite:
+        if data or samples > 1 or isinstance(config, RewardConfig):
+            other = "--data" if data else "--samples" if samples > 1 else "a reward model, which does not answer"
+            raise ConfigError(f"--suite  has its own problems and scores, of a model that answers: got {other} too")
+        check_files(checkpoint)
+        return evaluate_suites(run_dir, config, checkpoint, suite, temperature=temperature or 0.0, as_json=as_json)
     asked = _asked(config.eval, data)
     if config.env is None and (isinstance(config, RewardConfig) or asked[0].dataset is not None):
         if samples > 1 or temperature is not None:

@@ -179,6 +179,13 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
             metavar="NAME[:SPLIT]",
             help="a file or hub name to evaluate on; repeatable",
         ),
+        option(
+            "--suite",
+            action="append",
+            default=[],
+            metavar="SUITE:TASK",
+            help="lm_eval:TASK or inspect:FILE, with their own options behind it; repeatable",
+        ),
         JSON,
         prepare=_with_checkpoint,
     ),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.util import find_spec
 
 import pytest
 
@@ -51,3 +52,63 @@ def test_several_sets_with_several_samples(place):
     assert table.count("majority") == 2
     place.run("eval", "taught", *asked, "--samples", "0", code=2)
     place.run("eval", "taught", "--data", "absent.jsonl", code=3)
+
+
+LM_EVAL = """
+import json, pathlib, sys, urllib.request
+
+words = sys.argv
+given = dict(part.split("=", 1) for part in words[words.index("--model_args") + 1].split(","))
+body = {"model": given["model"], "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+asked = urllib.request.Request(given["base_url"], json.dumps(body).encode())
+assert json.load(urllib.request.urlopen(asked))["choices"][0]["finish_reason"]
+task, folder = words[words.index("--tasks") + 1], pathlib.Path(words[words.index("--output_path") + 1]) / "llmrl"
+scores = {"alias": task, "sample_len": 4, "exact_match,none": 0.5, "exact_match_stderr,none": (1 / 12) ** 0.5}
+scores |= {"bleu,strict": 3.5, "bleu_stderr,strict": "N/A"}
+folder.mkdir()
+found = {"results": {task: scores}, "n-samples": {task: {"original": 9, "effective": 4}}}
+(folder / "results_2026.json").write_text(json.dumps(found))
+"""
+INSPECT = """
+import json, os, pathlib, sys
+
+words = sys.argv
+assert os.environ["OPENAI_BASE_URL"].endswith("/v1") and words[words.index("--model") + 1] == "openai/llmrl"
+if words[2] == "broken.py":
+    sys.exit("no such task")
+metrics = {"accuracy": {"name": "accuracy", "value": 1.0}, "stderr": {"name": "stderr", "value": 0.0}}
+scores = [{"name": "includes", "scored_samples": 5, "metrics": metrics}]
+results = {"total_samples": 6, "completed_samples": 5, "scores": scores}
+log = {"eval": {"task": "sums"}, "status": "error" if words[2] == "ends.py" else "success", "results": results}
+folder = pathlib.Path(words[words.index("--log-dir") + 1])
+(folder / "log.json").write_text(json.dumps(log | {"error": {"message": "out of cheese"}}))
+"""
+
+
+def test_suites_of_other_programs_ask_the_server_of_the_run(place):
+    place.train("sft", "taught", steps=1)
+    wrong = [
+        (["lm:x"], ["lm_eval:TASK or inspect:FILE: got 'lm:x'"]),
+        (["lm_eval:x", "--samples", "2"], ["--samples too"]),
+    ]
+    for words, said in wrong:
+        place.run("eval", "taught", "--suite", *words, code=2, words=said)
+    if find_spec("lm_eval") is None:
+        said = ["needs the package 'lm_eval'", "pip install 'lm-eval[api]'"]
+        place.run("eval", "taught", "--suite", "lm_eval:x", code=3, words=said)
+    place.module("lm_eval", LM_EVAL)
+    place.module("inspect_ai", INSPECT)
+    suites = ("--suite", "lm_eval:gsm8k --limit 4", "--suite", "inspect:sums.py")
+    first, second = (json.loads(line) for line in place.run("eval", "taught", *suites, "--json").out.splitlines())
+    assert (first["task"], first["rows"], first["refused"]) == ("gsm8k", 4, 0)
+    assert first["metrics"]["bleu/strict"] == {"value": 3.5, "interval": None}
+    assert first["metrics"]["exact_match"]["interval"] == pytest.approx([0.1500, 0.8500], abs=1e-4), (
+        "Wilson's of 2 in 4"
+    )
+    assert (second["task"], second["rows"], second["failed"]) == ("sums", 6, 1)
+    assert second["metrics"]["includes/accuracy"]["interval"] == pytest.approx([0.5655, 1.0], abs=1e-4), "of 5 in 5"
+    place.run(
+        "eval", "taught", *suites[2:], words=["sums includes/accuracy 1.000 [0.566, 1.000]", "6 rows", "1 failed"]
+    )
+    for name, said in (("broken", "it ended with 1"), ("ends", "must end with success: out of cheese")):
+        place.run("eval", "taught", "--suite", f"inspect:{name}.py", code=4, words=[said])
