@@ -19,6 +19,7 @@ from typing import Literal
 from llmrl.concurrency.deadline import Calls, ThreadRunner
 from llmrl.errors import DataError, closest
 
+SMALL_MODEL = "models/smollm2"  # of the recipes real_sft and real_grpo, made by scripts/real_model
 ANSWER_S = 5.0  # for the hub to answer, the look-up of its address included
 _NAME = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json", "adapter")
@@ -42,6 +43,8 @@ def check_folder(name: str, *, setting: str = "model") -> bool:
         raise DataError(
             f"{setting} {name}: must be the folder of a model: it is a file; name the folder that it is in."
         )
+    if name == SMALL_MODEL:
+        raise DataError(f"{setting} {name}: it is not here; in a checkout of llmrl, scripts/real_model makes it.")
     _check_form(name, setting, "model")
     return False
 

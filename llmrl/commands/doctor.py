@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llmrl.errors import MissingDependencyError, UnsupportedError
+from llmrl.hub import SMALL_MODEL
 from llmrl.run.console import Finding, make_console, print_findings
 from llmrl.run.console.numbers import counted
 from llmrl.tools.browser import find_chromium
@@ -56,7 +57,7 @@ def checks() -> list[Finding]:
     chromium = find_chromium()
     where = f"{chromium}: the" if chromium else "not found: run scripts/setup --browser for the"
     found += [_sandbox(), Finding("chromium", True if chromium else None, f"{where} browser tool")]
-    model = Path("models/smollm2")
+    model = Path(SMALL_MODEL)
     made = (model / "complete").exists()
     found.append(Finding("small model", made or None, f"{model}" if made else f"scripts/real_model makes {model}"))
     free = shutil.disk_usage(Path.cwd()).free / 2**30

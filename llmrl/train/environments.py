@@ -9,13 +9,12 @@ from typing import Any
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
 from llmrl.envs.llm.chat import DatasetChatEnv
-from llmrl.envs.llm.tasks.colours import colours_problems
 from llmrl.envs.llm.tasks.countdown import CountdownEnv
+from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
 from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.envs.llm.tasks.ifeval import IFEvalEnv
 from llmrl.envs.llm.tasks.math import MATHEnv
 from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
-from llmrl.envs.llm.tasks.sums import big_sums_problems, sums_problems
 from llmrl.envs.llm.tasks.task import TaskEnv
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
@@ -24,7 +23,6 @@ Row = Mapping[str, Any]
 
 _PUBLIC: dict[str, type[TaskEnv]] = {"gsm8k": GSM8KEnv, "math": MATHEnv, "countdown": CountdownEnv, "ifeval": IFEvalEnv}
 _PUBLIC["reasoning_gym"] = ReasoningGymEnv
-_EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems, "colours": colours_problems}
 # Keywords that a recipe passes to an environment.
 _FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")
 _FROM_RECIPE += ("rank", "world_size")
@@ -108,7 +106,7 @@ def env_rows(
         given = {option: value for option, value in (options or {}).items() if option in asked}
         return maker.rows(dataset, name=config, split=split, **given)
     if dataset is None:
-        return _EMBEDDED[name](split)
+        return EMBEDDED_TASKS[name].problems(split)
     return load_rows(dataset, split=split, name=config)
 
 

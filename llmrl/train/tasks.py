@@ -20,9 +20,8 @@ from llmrl.data.llm.rows import read_prompt
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.rewards.judge import JudgeReward
-from llmrl.envs.llm.tasks.colours import colours_reward
+from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
 from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
-from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.reward import RewardFunction, make_rewards
 from llmrl.envs.llm.transforms.user_turn import UserTurn
@@ -286,8 +285,7 @@ class Task:
             return []  # a user-defined environment has its own reward
         if self.settings.name == "chat":
             return []  # checked before: a run that needs no reward
-        reward = colours_reward if self.settings.name == "colours" else sums_reward
-        return [RewardFunction(reward, name="correct", **shared)]
+        return [RewardFunction(EMBEDDED_TASKS[settings.name].reward, name="correct", **shared)]
 
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
         """Lengths of the prompts in tokens, with system prompt and tools."""

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from tensordict import TensorDict
 
+from llmrl.envs.llm.tasks.arithmetic import SPLITS as ARITHMETIC_SPLITS
+from llmrl.envs.llm.tasks.arithmetic import arithmetic_demonstrations, arithmetic_problems
 from llmrl.envs.llm.tasks.sums import (
     BIG_SPLITS,
     SPLITS,
@@ -18,7 +20,9 @@ from llmrl.envs.llm.tasks.sums import (
     sums_reward,
 )
 from llmrl.errors import CheckpointError, ConfigError, DataError
+from llmrl.hub import check_folder
 from llmrl.modules.llm.rendering import Renderer
+from llmrl.run.config import find_recipe
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools.calculator import calculator
 from llmrl.train.settings import EnvSettings, EvalSettings
@@ -71,6 +75,35 @@ def test_demonstrations_and_problems_are_the_same_sums_and_the_demonstrations_ar
         question, answer = shown["messages"]
         assert question["content"] == problem["question"]
         assert sums_reward(answer["content"], problem["answer"]) == 1.0
+
+
+def test_arithmetic_holds_out_pairs_of_numbers_in_both_orders_and_shows_right_answers():
+    """Read from the words again, not from the table that made them."""
+    signs = {"plus": "+", "more": "+", "minus": "-", "away": "-", "times": "*", "boxes": "*"}
+    seen: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for split in ARITHMETIC_SPLITS:
+        rows = zip(arithmetic_problems(split), arithmetic_demonstrations(split), strict=True)
+        for problem, (_, question, answer) in ((problem, shown["messages"]) for problem, shown in rows):
+            assert question["content"] == problem["question"]
+            first, second = map(int, re.findall(r"\d+", problem["question"]))
+            sign = next(sign for word, sign in signs.items() if f" {word}" in problem["question"])
+            assert calculator(f"{first} {sign} {second}") == problem["answer"]
+            assert (
+                answer["content"]
+                == f"{first} {sign} {second} = {problem['answer']}. The answer is {problem['answer']}."
+            )
+            numbers = (first, second) if sign == "-" else sorted((first, second))
+            seen.setdefault(split, set()).add((sign, tuple(numbers)))
+    assert sum(map(len, seen.values())) == len(set().union(*seen.values())) == 55 + 100 + 55
+
+
+@pytest.mark.parametrize("recipe", ["real_sft", "real_grpo"])
+def test_the_recipes_of_a_real_model_ask_as_the_demonstrations_do(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = yaml.safe_load(find_recipe(recipe).read_text())
+    assert settings["env"]["system_prompt"] == arithmetic_demonstrations("test")[0]["messages"][0]["content"]
+    with pytest.raises(DataError, match="scripts/real_model makes it"):
+        check_folder(settings["model"])
 
 
 def test_the_splits_are_always_the_same():

@@ -16,8 +16,7 @@ from llmrl.data.llm.dataset_files import load_rows
 from llmrl.data.llm.placed_rows import name_refused
 from llmrl.data.llm.row_reading import place_of
 from llmrl.data.llm.rows import ReadRow, read_conversation
-from llmrl.envs.llm.tasks.colours import colours_demonstrations
-from llmrl.envs.llm.tasks.sums import big_sums_demonstrations, sums_demonstrations
+from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
 from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from llmrl.train.settings.preferences import PreferenceData
 
-_EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations, "colours": colours_demonstrations}
+_EMBEDDED = {name: task.demonstrations for name, task in EMBEDDED_TASKS.items()}
 AT_ONCE = 1024  # rows per call of the tokenizer
 
 

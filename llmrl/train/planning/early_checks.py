@@ -19,8 +19,9 @@ from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.model import ModelSource
 from llmrl.train.settings.preferences import ANSWER_COLUMNS, PAIR_COLUMNS, PairsConfig
 from llmrl.train.settings.sft import SFTConfig
+from llmrl.train.settings.types import EMBEDDED
 
-_EMBEDDED = ("sums", "big_sums", "colours", "sums_mistakes")
+_EMBEDDED = (*EMBEDDED, "sums_mistakes")
 
 
 def _tasks(config: ModelSource) -> list[TaskSettings]:

@@ -15,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
 from llmrl.settings import Settings
-from llmrl.train.settings.types import EnvName, FormatName, FunctionName, ToolName
+from llmrl.train.settings.types import EMBEDDED, EnvName, FormatName, FunctionName, ToolName
 
 
 class RewardSettings(Settings):
@@ -104,8 +104,9 @@ class TaskSettings(Settings):
     NEEDS_REWARD: ClassVar[bool] = True  # False: without any, every answer has the reward 0
     name: EnvName = Field(
         "chat",
-        description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval, reasoning_gym: with "
-        "their prompts and rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your own class",
+        description="sums, big_sums, colours, arithmetic: embedded tasks; gsm8k, math, countdown, ifeval, "
+        "reasoning_gym: with their prompts and rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your "
+        "own class",
     )
     options: dict[str, Any] = Field({}, description="arguments of your own environment or of reasoning_gym, by name")
     agent: AgentSettings | None = Field(
@@ -223,7 +224,7 @@ class TaskSettings(Settings):
         if self.name == "chat" and not all(given.values()):
             raise ValueError(f"env {self.name} needs {' and '.join(key for key in given if not given[key])}")
         for column in ("prompt_column", "answer_column"):
-            if self.name not in ("chat", "sums", "big_sums", "colours") and getattr(self, column) is not None:
+            if self.name not in ("chat", *EMBEDDED) and getattr(self, column) is not None:
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
         if self.options and not self._takes_options:
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")

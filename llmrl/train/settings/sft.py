@@ -15,7 +15,8 @@ class SFTData(Settings):
     """Conversations: rows with ``messages``, with a prompt and an answer, or in another public format."""
 
     path: str = Field(
-        description="a file, a pattern, a folder or a hub name (docs/data.md); or embedded: sums, big_sums, colours"
+        description="a file, a pattern, a folder or a hub name (docs/data.md); or embedded: sums, big_sums, colours, "
+        "arithmetic"
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a folder, a hub dataset or an embedded task")

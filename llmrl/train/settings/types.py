@@ -13,7 +13,8 @@ from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import split_name
 from llmrl.text_files import why_not_text
 
-ENVIRONMENTS = ("sums", "big_sums", "colours", "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", "chat")
+EMBEDDED = ("sums", "big_sums", "colours", "arithmetic")  # tasks whose problems come with the package
+ENVIRONMENTS = (*EMBEDDED, "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", "chat")
 ENGINES = ("transformers", "vllm")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")

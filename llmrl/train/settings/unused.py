@@ -12,8 +12,9 @@ from typing import Any
 from llmrl.data.llm.dataset_files import FILE_FORMATS
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.train.settings.environment import SHARED_BY_SOURCES
+from llmrl.train.settings.types import EMBEDDED
 
-_OWN_TASKS = ("sums", "big_sums", "colours", "sums_mistakes")
+_OWN_TASKS = (*EMBEDDED, "sums_mistakes")
 
 
 def _is_file(name: str | None) -> bool:
