@@ -134,7 +134,8 @@ def can_share_prefixes(model: nn.Module, packing: Packing) -> bool:
     Calls  the model's body twice on a few tokens, once per model and attention implementation; what `can_pack` calls
            first, because ranks whose rows share nothing pack them, and only all ranks together may call a sharded model
     """
-    if not can_pack(model, packing) or getattr(model, "routers", None) is not None:  # of every row's tokens
+    # Routers count the experts of every row's tokens, so none may be left out.
+    if not can_pack(model, packing) or getattr(model, "routers", None) is not None:
         return False
     known, attention = _can_share.setdefault(model, {}), attention_of(model)
     if attention not in known:

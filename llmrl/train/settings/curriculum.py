@@ -1,4 +1,4 @@
-"""Which prompts are drawn more often than others, by the rewards that their last groups had."""
+"""The settings of a curriculum: pools of prompts, by the rewards of their last groups, and how often each is drawn."""
 
 from __future__ import annotations
 
