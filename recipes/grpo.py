@@ -49,6 +49,7 @@ from llmrl.train.rollouts.step import StepRollouts, select_training_columns
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.tasks import Task, make_task
+from llmrl.train.teacher import resolve_teacher
 from llmrl.train.updater import Updater, make_updater
 
 __all__ = ["plan", "plan_with_engine", "run"]
@@ -58,7 +59,7 @@ ABOUT = "improve a model by reward"
 
 def train(config: GRPOConfig, session: Session, run: Run) -> None:
     """Builds the parts of a run, then runs the training loop."""
-    tokenizer = load_tokenizer(run.source, runs=run.runs)
+    config, tokenizer = resolve_teacher(config, run.runs), load_tokenizer(run.source, runs=run.runs)
     task = run.close_at_end(make_task(config.env, tokenizer))
     prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
     run.print_plan(f"{config.COMMAND} · {config.env.label}", rows)

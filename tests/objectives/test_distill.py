@@ -6,12 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tensordict import lazy_stack
 from torch import nn
 
+from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import HeadOptions
 from llmrl.modules.llm.packing import HeadPath
+from llmrl.objectives.llm import DistillLoss, DistillSettings, GRPOLoss, GRPOSettings
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.distill import Distillation, HiddenTeacher, TopTeacher
+from llmrl.objectives.llm.settings import TeacherSettings
+from llmrl.objectives.llm.teacher import Distillation, HiddenTeacher, TeacherTerm, TopTeacher
+from tests.support.losses import conversation, run_step, tiny_scorer
 
 N, V, CHUNK = 23, 37, 5
 BETAS = (0.0, 0.25, 0.5, 1.0)
@@ -149,3 +154,26 @@ def test_one_sampled_token_gives_on_average_the_reverse_divergence_and_its_gradi
         error = found.std(0) / draws**0.5
         assert ((found.mean(0) - expected).abs() <= 3 * error).all()
         assert (error < 0.02).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"estimator": "topk", "k": 3}, {"estimator": "sample"}], ids=str)
+def test_a_teacher_beside_the_reward_adds_its_loss_and_its_gradient_times_its_weight(options):
+    batch = lazy_stack([conversation(i, 3, 2 + i, dtype=torch.float64) for i in range(4)])
+    actor, teacher = tiny_scorer(), tiny_scorer(vocab=31, hidden=24)
+    own = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.02, "clip_epsilon": 0.1}
+    term = TeacherTerm(TeacherSettings(model="x", weight=0.3, **options), teacher)
+    alone, alone_gradients = run_step(GRPOLoss(actor, **own), batch)
+    distilled, gradients = run_step(DistillLoss(actor, options=DistillSettings(**options), teacher=teacher), batch)
+    with pytest.raises(ConfigError, match="settings with a teacher need the teacher itself"):
+        GRPOLoss(actor, GRPOSettings(teacher="x"))(batch)
+    both, both_gradients = run_step(GRPOLoss(actor, **own, teacher=term), batch)
+    assert both.keys() - alone.keys() == {"loss_distill", "distill"}
+    for name, value in alone.items():
+        torch.testing.assert_close(both[name], value, atol=1e-12, rtol=1e-12)
+    assert distilled["distill"].abs() > 1e-3
+    torch.testing.assert_close(both["distill"], distilled["distill"])
+    torch.testing.assert_close(both["loss_distill"], 0.3 * distilled["loss_distill"])
+    assert max(value.abs().max() for value in gradients.values()) > 1e-3
+    for name, value in both_gradients.items():
+        expected = alone_gradients[name] + 0.3 * gradients[name]
+        torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)  # the model's norms are in float32

@@ -43,6 +43,47 @@ def test_the_divergence_may_be_added_to_the_loss_by_reward_and_is_resumed(place,
     assert rows[-1]["reward/std"] > 0
 
 
+@pytest.mark.parametrize("command", ["grpo", "ppo"])
+def test_a_teacher_is_a_term_of_grpo_and_of_ppo(place, teacher, command):
+    """By its name alone, or as a section; it is named in the plan, and measured."""
+    words = ["1 x KL(student, teacher) over the whole vocabulary", f"teacher {teacher}", "KL teacher"]
+    place.train(command, "run", words=words, grpo={"teacher": teacher})
+    rows = [row for row in place.metrics("run") if "policy/kl_teacher" in row]
+    assert len(rows) == (3 if command == "grpo" else 2)  # a critic begins alone
+    assert rows[-1]["reward/std"] > 0
+    given = [f"grpo.teacher.model={teacher}", "grpo.teacher.weight=0.1", "grpo.teacher.estimator=topk"]
+    place.train(command, "topk", *given, words=["0.1 x KL(student, teacher) over its 64 likeliest"], steps=2)
+    assert all(row["policy/kl_teacher"] > 0 for row in place.metrics("topk") if "policy/kl_teacher" in row)
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "words"),
+    [
+        ("grpo", {"grpo": {"teacher": {"model": "other"}}}, "grpo.teacher: other must have the student's vocabulary"),
+        ("grpo", {"grpo": {"teacher": "http://localhost:1"}}, "estimator full needs the teacher's logits"),
+        ("grpo", {"grpo": {"teacher": {"weight": 2.0}}}, "grpo.teacher.model  must be given"),
+        (
+            "grpo",
+            {"grpo": {"teacher": {"model": "other", "estimator": "sample", "temperature": 0.5}}},
+            "grpo.teacher.temperature: estimator sample needs that of sampling, 1.0: got 0.5",
+        ),
+        (
+            "grpo",
+            {"grpo": {"teacher": "other", "observation": 0.1}, "env": {"tools": ["calculator"], "max_turns": 2}},
+            "grpo.observation is for grpo.teacher.estimator",
+        ),
+        ("grpo", {"grpo": {"teacher": "other"}, "parallel": {"context": 2}}, "grpo.teacher: must run with parallel"),
+        ("rejection", {"grpo": {"teacher": "other"}}, "grpo.teacher: the loss must be GRPOLoss or a subclass"),
+        ("distill", {"grpo": {"teacher": "other"}, "distill": {"teacher": "other"}}, "grpo.teacher: llmrl distill has"),
+    ],
+)
+def test_a_term_that_cannot_be_trained_is_refused_before_weights_are_read(place, teacher, command, changes, words):
+    tokenizer = loaded(AutoTokenizer.from_pretrained, teacher)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained("other")
+    place.plan(command, code=2, words=[words], **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

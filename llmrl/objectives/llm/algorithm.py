@@ -21,7 +21,8 @@ from llmrl.objectives.llm.advantage import MCAdvantage
 from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.objectives.llm.grpo import GRPOLoss
-from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.objectives.llm.settings import DivergenceSettings, GRPOSettings
+from llmrl.objectives.llm.teacher import TeacherTerm, make_term
 from llmrl.objectives.metric import Metric
 from llmrl.settings import Settings
 
@@ -80,7 +81,8 @@ class Algorithm:
     advantage        keyword arguments of `MCAdvantage`, by ``algo`` and the ``grpo`` section of the recipe
     grpo             complete settings of `GRPOLoss`, likewise
 
-    After `build`: ``context``; ``policy_loss``, the loss that trains the policy; ``reference``, or None.
+    After `build`: ``context``; ``policy_loss``, the loss that trains the policy; ``reference``, or None; ``teacher``,
+    the term of ``grpo.teacher``, or None.
     """
 
     settings: ClassVar[type[Settings]] = Settings
@@ -89,6 +91,7 @@ class Algorithm:
     reads: Sequence[NestedKey] = ()
     compares_groups: ClassVar[bool] = True
     context: Context | None = None
+    teacher: TeacherTerm | None = None
 
     def __init__(self, options: Any, *, group_size: int, advantage: Mapping[str, Any], grpo: GRPOSettings):
         self.options, self.group_size, self.advantage, self.grpo = options, group_size, advantage, grpo
@@ -122,7 +125,11 @@ class Algorithm:
     def build(self, context: Context) -> None:
         """Makes the loss and what it needs, once, after the policy and its updater exist; a teacher or a critic too."""
         self.context = context
+        if (own := self.teacher_settings) is not None:
+            self.teacher = make_term(own, context)
         self.policy_loss = self.make_loss(context.actor)
+        if self.teacher is not None:
+            self.policy_loss.use_teacher(self.teacher)
         self.reference = context.make_reference() if self.policy_loss.reads_reference else None
 
     def advantages(self, rows: TensorDictBase) -> TensorDictBase | None:
@@ -137,19 +144,22 @@ class Algorithm:
     def prepare(self, batches: Sequence[TensorDictBase | None]) -> dict[str, float]:
         """Writes what the loss compares with, before the step's first update changes the weights.
 
-        Here the log-probs of the reference, of the proximal policy if the engine's are not exact enough, and with
-        ``grpo.top_entropy_quantile`` which tokens have the highest entropy.
+        Here the log-probs of the reference, of the proximal policy if the engine's are not exact enough, and of a
+        teacher whose logits are not read; and with ``grpo.top_entropy_quantile`` which tokens have the highest entropy.
 
         batches  those of the step's updates, this rank's rows of each; None: it has no rows
         Returns  metrics, such as "time/logp"
         """
         loss, updater = self.policy_loss, self.context.updater
-        if self.reference is None and not (loss.reads_proximal or loss.reads_entropy):
+        asks = self.teacher is not None and self.teacher.is_asked
+        if self.reference is None and not (loss.reads_proximal or loss.reads_entropy or asks):
             return {}
         clock = time.perf_counter()
         for batch in batches:
             if self.reference is not None:
                 self.reference(batch)
+            if asks:
+                self.teacher.write(loss, batch, self.context)
             if loss.reads_proximal:
                 updater.add_proximal(loss, batch)
             if loss.reads_entropy:
@@ -168,6 +178,11 @@ class Algorithm:
         """Continues from what `state_dict` returned."""
 
     # --- the parts of GRPO ---
+
+    @property
+    def teacher_settings(self) -> DivergenceSettings | None:
+        """The teacher whose divergence from the policy is a term of the loss; None: there is none."""
+        return self.grpo.teacher
 
     def group_advantages(self, rewards_NG: Tensor) -> Tensor:
         """The advantages of N groups of G completions, from their rewards; NaN where a completion failed."""

@@ -17,7 +17,7 @@ from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
-from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.modules.llm.log_probs import HeadFunction, TokenScores
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
@@ -25,6 +25,7 @@ from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch, PolicyBatch
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.objectives.llm.teacher import DIVERGENCE, TeacherTerm
 from llmrl.objectives.metric import Metric
 
 
@@ -116,6 +117,8 @@ class GRPOLoss(LossModule):
                            the assistant mask leaves out; aggregated like the other terms, by the same counts
     top_entropy_quantile   the surrogate trains only this share of the tokens, those of the highest entropy; entropy
                            bonus and KL act on all
+    teacher                a `TeacherTerm`: adds the divergence from a teacher, with the weight of its options, as
+                           ``loss_distill`` and ``distill``; the output is then a dict
     masking_strategy       which tokens are trained. "sft": the assistant's, or without a mask of them the response;
                            "rlhf": the same, and the mask is required; "generic": also all others with a behaviour
                            log-prob
@@ -127,6 +130,8 @@ class GRPOLoss(LossModule):
     """
 
     on_tokens: Callable[[TensorDictBase, Tensor, dict[str, Tensor]], None] | None = None
+    teacher: TeacherTerm | None = None
+    trains_log_probs: bool = True  # beside a teacher that is compared over several tokens
     default_keys: ClassVar = {
         "tokens": reading.TOKENS,
         "response": reading.RESPONSE,
@@ -164,6 +169,7 @@ class GRPOLoss(LossModule):
         settings: GRPOSettings | None = None,
         *,
         device: torch.device | str | None = None,
+        teacher: TeacherTerm | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
@@ -172,6 +178,17 @@ class GRPOLoss(LossModule):
         self.settings = GRPOSettings.from_keywords(**keywords).over(settings or GRPOSettings()).complete()
         if self.settings.aggregation == "dr_grpo" and self.settings.max_length is None:
             raise ConfigError("GRPOLoss: aggregation='dr_grpo' needs max_length, its divisor: got None.")
+        if teacher is not None:
+            self.use_teacher(teacher)
+
+    def use_teacher(self, teacher: TeacherTerm) -> None:
+        """Adds the divergence from a teacher to the loss."""
+        estimator = teacher.options.estimator
+        if self.settings.observation is not None and estimator != "sample":
+            raise ConfigError(
+                f"GRPOLoss: observation is supported with a teacher of estimator 'sample' alone: got {estimator!r}."
+            )
+        self.teacher, self.metrics = teacher, {**self.metrics, "distill": DIVERGENCE}
 
     @property
     def reads_reference(self) -> bool:
@@ -190,7 +207,8 @@ class GRPOLoss(LossModule):
 
     def placeholder(self, device: torch.device) -> dict[str, Any]:
         log_probs = placeholders(device)["log_probs"]
-        return {
+        own = {} if self.teacher is None else self.teacher.placeholder(device)
+        return own | {
             "proximal_log_probs": log_probs.clone(),
             "top_entropy": log_probs.clone(),
             "next": TensorDict({"ref_log_probs": log_probs}, batch_size=[1]),
@@ -224,8 +242,17 @@ class GRPOLoss(LossModule):
         tokens, mask_BT = self._read(td)
         return self._entropy(self._score(td, tokens, mask_BT, entropy=True)).masked_fill(~mask_BT, torch.nan)
 
+    @torch.no_grad()
+    def ask_teacher(self, td: TensorDictBase) -> Tensor:
+        """What the teacher's columns are made of, see `TeacherTerm.ask`; ragged rows padded on the right."""
+        return self.teacher.ask(td, *self._read(td))
+
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput | dict[str, Tensor]:
         settings, (tokens, mask_BT) = self.settings, self._read(td)
+        if settings.teacher is not None and self.teacher is None:
+            raise ConfigError(
+                "GRPOLoss: settings with a teacher need the teacher itself: got none; give teacher=TeacherTerm(...)."
+            )
         needed = {"proximal": self.reads_proximal, "reference": self.reads_reference}
         needed["observations"] = settings.observation is not None
         batch = PolicyBatch.read(td, self.tensor_keys, tokens, mask_BT, **needed)
@@ -255,7 +282,7 @@ class GRPOLoss(LossModule):
         # The terms, by name: per token, with the coefficient. Entropy and KL leave weight_BT out: they also act on
         # tokens that the correction drops.
         own = self.measure(log_ratio_BT.detach(), log_prob_BT.detach(), behaviour_BT, advantage_BT)
-        further = self.terms(td, batch, scores)
+        further = dict(self.terms(td, batch, scores))
         terms = {"objective": (1.0, surrogate_BT * weight_BT)}
         measured = {**own, **({} if scores.entropy is None else {"entropy": scores.entropy.detach()})}
         if settings.entropy:
@@ -269,6 +296,9 @@ class GRPOLoss(LossModule):
                 kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
                 terms[name], measured[name] = (coefficient, kl_BT), kl_BT.detach()
         terms |= {name: (1.0, value_BT) for name, value_BT in further.items()}
+        if self.teacher is not None:
+            further["distill"] = self.teacher.divergence(td, batch, scores)
+            terms["distill"] = (self.teacher.options.coefficient, further["distill"])
         measured |= {name: value_BT.detach() for name, value_BT in further.items()}
 
         # The aggregation: all terms share one set of token weights, so their balance does not depend on the lengths.
@@ -322,7 +352,12 @@ class GRPOLoss(LossModule):
 
     def scores(self, td: TensorDictBase, batch: PolicyBatch) -> TokenScores:
         """The actor's scores of the trained tokens, with grad; a subclass may compute more in the same pass."""
-        return self._score(td, batch.tokens, batch.scored_BT, entropy=self.settings.entropy_bonus)
+        head = None
+        if self.teacher is not None:
+            heat = getattr(self.actor_network, "temperature", self.teacher.temperature)
+            given = {"trains": self.trains_log_probs, "temperature": heat}
+            head = self.teacher.head(td, batch.tokens, batch.mask_BT, **given)
+        return self._score(td, batch.tokens, batch.scored_BT, entropy=self.settings.entropy_bonus, head=head)
 
     def _is_top(self, td: TensorDictBase, batch: PolicyBatch, scores: TokenScores, *, whole_step: bool) -> Tensor:
         """bool[B, T]: the tokens that the surrogate trains."""
@@ -350,10 +385,17 @@ class GRPOLoss(LossModule):
         tokens = PaddedBatch.read(td, self.tensor_keys, reader="GRPOLoss", device=self.device)
         return tokens, tokens.trained_mask(td, self.tensor_keys, self.settings.masking_strategy)
 
-    def _score(self, td: TensorDictBase, tokens: PaddedBatch, mask_BT: Tensor, *, entropy: bool) -> TokenScores:
-        scores = reading.actor_scores(
-            self.actor_network, td, tokens, mask_BT, log_probs_key=self.tensor_keys.sample_log_prob, entropy=entropy
-        )
+    def _score(
+        self,
+        td: TensorDictBase,
+        tokens: PaddedBatch,
+        mask_BT: Tensor,
+        *,
+        entropy: bool,
+        head: HeadFunction | None = None,
+    ) -> TokenScores:
+        given = {"log_probs_key": self.tensor_keys.sample_log_prob, "entropy": entropy, "head": head}
+        scores = reading.actor_scores(self.actor_network, td, tokens, mask_BT, **given)
         if entropy and self.settings.entropy and scores.entropy is None:
             raise ConfigError(
                 f"GRPOLoss: entropy_coeff={self.settings.entropy} needs an actor with token_scores: got "

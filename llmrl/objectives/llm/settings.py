@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
@@ -74,6 +74,123 @@ def _both_sides(clip: Any) -> Any:
 
 def _own_name(aggregation: Any) -> Any:
     return _DOCUMENTED_AGGREGATIONS.get(aggregation, aggregation) if isinstance(aggregation, str) else aggregation
+
+
+def _by_name(teacher: Any) -> Any:
+    return {"model": teacher} if isinstance(teacher, str) else teacher
+
+
+class DivergenceSettings(Settings):
+    """How far the student is from a teacher: what ``grpo.teacher`` and ``distill`` have in common.
+
+    ``source``  what is set as the teacher, whatever the setting's name
+    """
+
+    TEACHER: ClassVar[str]  # the setting that names the teacher
+
+    divergence: Literal["reverse", "forward", "jsd"] = Field(
+        default="reverse",
+        description="reverse: KL(student || teacher); forward: KL(teacher || student); jsd: between the two",
+    )
+    beta: float | None = Field(
+        default=None, gt=0, lt=1, description="with jsd, the weight of the teacher in the mixture; null: 0.5"
+    )
+    estimator: Literal["full", "topk", "sample"] = Field(
+        default="full",
+        description="full: over the whole vocabulary; topk: over the teacher's k likeliest tokens and all others "
+        "together; sample: from the sampled token alone",
+    )
+    k: int | None = Field(
+        default=None, ge=1, description="with topk, how many; null: 64; a server gives at most its --max-logprobs"
+    )
+    temperature: float | None = Field(
+        default=None, gt=0, description="of both distributions; null: that of sampling, which sample needs"
+    )
+
+    @property
+    def coefficient(self) -> float:
+        """The weight of the divergence in the loss."""
+        return 1.0
+
+    @property
+    def source(self) -> str:
+        return getattr(self, self.TEACHER)
+
+    def at(self, source: str) -> Self:
+        """These settings with another teacher."""
+        return self.model_copy(update={self.TEACHER: source})
+
+    @property
+    def mixture(self) -> float:
+        """The beta of `functional.divergence`."""
+        return {"reverse": 1.0, "forward": 0.0}.get(self.divergence, 0.5 if self.beta is None else self.beta)
+
+    @property
+    def num_likeliest(self) -> int:
+        return 64 if self.k is None else self.k
+
+    @property
+    def is_server(self) -> bool:
+        return self.source.startswith(("http://", "https://"))
+
+    def in_words(self) -> str:
+        kinds = {"reverse": "KL(student, teacher)", "forward": "KL(teacher, student)"}
+        value = kinds.get(self.divergence, f"Jensen-Shannon, beta {self.mixture:g}")
+        places = {
+            "full": "the whole vocabulary",
+            "topk": f"its {self.num_likeliest} likeliest tokens and all others together",
+        }
+        over = places.get(self.estimator, "the sampled token")
+        heat = "that of sampling" if self.temperature is None else f"{self.temperature:g}"
+        return f"{value} over {over} · temperature of both: {heat} · teacher {self.source}"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for holds, problem in (
+            (self.beta is None or self.divergence == "jsd", f"beta is for divergence jsd: got {self.divergence}"),
+            (
+                self.estimator != "sample" or self.divergence == "reverse",
+                f"estimator sample estimates divergence reverse: got {self.divergence}; use topk",
+            ),
+            (
+                self.k is None or self.estimator == "topk",
+                f"k is for estimator topk: got {self.estimator}",
+            ),
+            (
+                not self.is_server or self.estimator != "full",
+                "estimator full needs the teacher's logits, which a server does not give: use topk or sample",
+            ),
+        ):
+            if not holds:
+                raise ValueError(problem)
+        return self
+
+
+_TEACHER = "a folder, hub name or run, beside the student; or a vLLM server's http://host:port"
+
+
+class DistillSettings(DivergenceSettings):
+    """The teacher, and how far the student is from it: a recipe's ``distill:`` section."""
+
+    TEACHER: ClassVar[str] = "teacher"
+
+    teacher: str = Field(default="", description=_TEACHER)
+    weight_reward: float = Field(
+        default=0.0, ge=0, description="weight of GRPO's own loss, by reward, beside the divergence; 0: none is needed"
+    )
+
+
+class TeacherSettings(DivergenceSettings):
+    """A teacher beside the reward: the section ``teacher`` of ``grpo``, or the teacher's name alone."""
+
+    TEACHER: ClassVar[str] = "model"
+
+    model: str = Field(min_length=1, description=_TEACHER)
+    weight: float = Field(default=1.0, gt=0, description="of the divergence, beside the loss by reward")
+
+    @property
+    def coefficient(self) -> float:
+        return self.weight
 
 
 class GRPOSettings(Settings):
@@ -156,6 +273,9 @@ class GRPOSettings(Settings):
         description="tokens whose policy moved further from the engine, (lp - lg)^2 / 2, are left out",
     )
     masking_strategy: MaskingStrategy | None = Field(default=None, description="which tokens are trained, see GRPOLoss")
+    teacher: Annotated[TeacherSettings | None, BeforeValidator(_by_name)] = Field(
+        default=None, description="a model whose divergence from the policy joins the loss: its name, or a section"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -295,72 +415,11 @@ class GRPOSettings(Settings):
             for coefficient, other in ((self.kl, "reference"), (self.kl_inference, "engine"))
             if coefficient
         ]
+        if self.teacher is not None:
+            kls.append(f"{self.teacher.weight:g} x {self.teacher.in_words()}")
         if self.observation is not None:
             ratio += f"; and {self.observation:g} x -log p of the observations"
         return {"ratio": ratio, "aggregation": _AGGREGATION_WORDS[self.aggregation], "kl": " + ".join(kls) or "0"}
-
-
-class DistillSettings(Settings):
-    """The teacher, and how far the student is from it: a recipe's ``distill:`` section."""
-
-    teacher: str = Field(
-        default="", description="a folder, hub name or run, beside the student; or a vLLM server's http://host:port"
-    )
-    divergence: Literal["reverse", "forward", "jsd"] = Field(
-        default="reverse",
-        description="reverse: KL(student || teacher); forward: KL(teacher || student); jsd: between the two",
-    )
-    beta: float | None = Field(
-        default=None, gt=0, lt=1, description="with jsd, the weight of the teacher in the mixture; null: 0.5"
-    )
-    estimator: Literal["full", "topk", "sample"] = Field(
-        default="full",
-        description="full: over the whole vocabulary; topk: over the teacher's k likeliest tokens and all others "
-        "together; sample: from the sampled token alone",
-    )
-    k: int | None = Field(
-        default=None, ge=1, description="with topk, how many; null: 64; a server gives at most its --max-logprobs"
-    )
-    temperature: float | None = Field(
-        default=None, gt=0, description="of both distributions; null: that of sampling, which sample needs"
-    )
-    weight_reward: float = Field(
-        default=0.0, ge=0, description="weight of GRPO's own loss, by reward, beside the divergence; 0: none is needed"
-    )
-
-    @property
-    def weight(self) -> float:
-        """The beta of `functional.divergence`."""
-        return {"reverse": 1.0, "forward": 0.0}.get(self.divergence, 0.5 if self.beta is None else self.beta)
-
-    @property
-    def num_likeliest(self) -> int:
-        return 64 if self.k is None else self.k
-
-    @property
-    def is_server(self) -> bool:
-        return self.teacher.startswith(("http://", "https://"))
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        for holds, problem in (
-            (self.beta is None or self.divergence == "jsd", f"beta is for divergence jsd: got {self.divergence}"),
-            (
-                self.estimator != "sample" or self.divergence == "reverse",
-                f"estimator sample estimates divergence reverse: got {self.divergence}; use topk",
-            ),
-            (
-                self.k is None or self.estimator == "topk",
-                f"k is for estimator topk: got {self.estimator}",
-            ),
-            (
-                not self.is_server or self.estimator != "full",
-                "estimator full needs the teacher's logits, which a server does not give: use topk or sample",
-            ),
-        ):
-            if not holds:
-                raise ValueError(problem)
-        return self
 
 
 def _first_fault(error: ValidationError) -> str:

@@ -25,7 +25,7 @@ from llmrl.train.data.lengths import RowLengths
 from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.models.lora import num_trained, saved_modules
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
-from llmrl.train.settings.algorithms import DistillConfig, PPOConfig
+from llmrl.train.settings.algorithms import PPOConfig
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.machine import LoraSettings
 from llmrl.train.settings.model import ModelSource
@@ -113,8 +113,8 @@ def plan_memory(
         stays["reference"] = whole / ranks
     elif grpo and grpo.grpo.kl and start_adapter(config.model):  # those it began with, and a copy of its own
         stays["reference"] = 2 * trained
-    if isinstance(config, DistillConfig) and config.teacher:
-        stays["teacher"] = (2.0 if low_precision else 4.0) * _num_weights(config.teacher) / ranks
+    if grpo and grpo.teacher and not grpo.teacher.is_server:
+        stays["teacher"] = (2.0 if low_precision else 4.0) * _num_weights(grpo.teacher.source) / ranks
     gradients, host = trained / parts, 0.0
     if sharded and config.memory.offload == "parameters" and capacity is not None:
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
@@ -148,7 +148,7 @@ def _num_weights(source: str) -> int:
         return model_class(sizes := AutoConfig.from_pretrained(source, **options)).from_config(sizes)
 
     with torch.device("meta"):
-        return model_shape(loaded(build, source, setting="distill.teacher")).parameters
+        return model_shape(loaded(build, source, setting="teacher")).parameters
 
 
 def _plan_on(

@@ -32,6 +32,7 @@ from llmrl.train.settings.machine import OptimSettings
 from llmrl.train.settings.model import ModelSource, TinyModelSettings
 from llmrl.train.settings.sft import SFTConfig
 from llmrl.train.tasks import Task, eval_rows, make_task, training_rows
+from llmrl.train.teacher import check_teacher, resolve_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,7 +176,7 @@ def plan_grpo(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> Rows
 
 def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> tuple[Rows, EnginePlan | None]:
     """The rows of `plan_grpo`, and the plan of the engine."""
-    tokenizer = load_tokenizer(config, runs=runs)
+    config, tokenizer = resolve_teacher(config, runs), load_tokenizer(config, runs=runs)
     with closing(make_task(config.env, tokenizer)) as task, Session(config) as session:
         prepared, rows = prepare_grpo(config, config, session, task, runs=runs, gpu=gpu)
         return rows, prepared.engine
@@ -209,6 +210,8 @@ def prepare_grpo(
     config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
 ) -> tuple[PreparedGRPO, Rows]:
     """The parts of a run that need no weights, and its plan; ``source`` names the model to load, see `Run`."""
+    check_teacher(config, task.tokenizer)
+    source = resolve_teacher(source, runs)
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
     check_columns(load_algorithm(config.algorithm or config.ALGORITHM)[0], prompts)

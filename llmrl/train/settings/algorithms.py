@@ -106,6 +106,7 @@ class DistillConfig(GRPOConfig):
     ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.distill:Distill"
     SECTION: ClassVar[str] = "distill"
     GROUPS: ClassVar[bool] = False
+    TEACHER_SECTION: ClassVar[str] = "distill"
 
     env: UnscoredEnvSettings
     group_size: int = Field(
@@ -114,22 +115,16 @@ class DistillConfig(GRPOConfig):
     distill: DistillSettings
 
     @property
-    def teacher(self) -> str | None:
-        """The model that is loaded beside the student; None: it is behind a URL."""
-        return None if self.distill.is_server else self.distill.teacher
+    def teacher(self) -> DistillSettings:
+        return self.distill
+
+    def with_teacher(self, source: str) -> DistillConfig:
+        return self.model_copy(update={"distill": self.distill.at(source)})
 
     @model_validator(mode="after")
     def _check_distillation(self) -> DistillConfig:
-        options, heat = self.distill, self.sampling.temperature
-        if options.weight_reward and self.group_size < 2:
+        if self.grpo.teacher is not None:
+            raise ValueError("grpo.teacher: llmrl distill has its teacher in distill.teacher; leave it out")
+        if self.distill.weight_reward and self.group_size < 2:
             raise ValueError("distill.weight_reward compares the rewards of a group: set group_size to at least 2")
-        if options.estimator == "sample" and options.temperature not in (None, heat):
-            raise ValueError(
-                f"distill.temperature: estimator sample needs that of sampling, {heat}: got {options.temperature}"
-            )
-        if options.is_server and (options.temperature or heat) != 1:
-            raise ValueError(
-                f"distill.teacher: a server scores at temperature 1: got {options.temperature or heat}; set "
-                "sampling.temperature or distill.temperature to 1"
-            )
         return self

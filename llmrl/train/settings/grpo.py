@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from llmrl.errors import ConfigError
-from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
+from llmrl.objectives.llm.settings import PRESETS, DivergenceSettings, GRPOSettings
 from llmrl.settings import Settings
 from llmrl.train.settings.curriculum import CurriculumSettings
 from llmrl.train.settings.environment import EnvSettings, EvalSettings
@@ -36,13 +36,15 @@ class GRPOConfig(ModelSource):
     """Group-relative policy optimisation. Defaults are those of the literature; a run prints the resolved values.
 
     A recipe with another algorithm subclasses it: ``COMMAND`` is its name, ``ALGORITHM`` the class that runs without
-    ``algorithm``, ``SECTION`` the field with the settings of that class, and ``GROUPS`` False if it has no groups.
+    ``algorithm``, ``SECTION`` the field with the settings of that class, ``GROUPS`` False if it has no groups, and
+    ``TEACHER_SECTION`` where a teacher is named.
     """
 
     COMMAND: ClassVar[str] = "grpo"
     ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.algorithm:Algorithm"
     SECTION: ClassVar[str | None] = None
     GROUPS: ClassVar[bool] = True
+    TEACHER_SECTION: ClassVar[str] = "grpo.teacher"
     FIXED: ClassVar[tuple[str, ...]] = (
         *ModelSource.FIXED,
         *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split", "env.mix", "curriculum"),
@@ -129,6 +131,7 @@ class GRPOConfig(ModelSource):
             raise ValueError("eval.sets are measured in place of the sources' problems: leave out their eval_dataset")
         if self.curriculum is not None and not all(task.is_scored for task in self.env.tasks):
             raise ValueError("curriculum draws prompts by their rewards: set env.reward, or leave it out")
+        self._check_teacher()
         self.grpo_settings()
         needs_groups = self.GROUPS
         if self.algorithm is not None:
@@ -142,6 +145,39 @@ class GRPOConfig(ModelSource):
                 f"group_size: a group of {self.group_size} has no baseline to compare with; use at least 2, 8 is common"
             )
         return self
+
+    @property
+    def teacher(self) -> DivergenceSettings | None:
+        """The teacher whose divergence from the policy is in the loss."""
+        return self.grpo.teacher
+
+    def with_teacher(self, source: str) -> Self:
+        """These settings with another teacher."""
+        return self.model_copy(update={"grpo": self.grpo.model_copy(update={"teacher": self.teacher.at(source)})})
+
+    def _check_teacher(self) -> None:
+        """Raises ValueError for a teacher that these settings cannot be trained with."""
+        options, heat, section = self.teacher, self.sampling.temperature, self.TEACHER_SECTION
+        if options is None:
+            return
+        if options.estimator == "sample" and options.temperature not in (None, heat):
+            raise ValueError(
+                f"{section}.temperature: estimator sample needs that of sampling, {heat}: got {options.temperature}"
+            )
+        if options.is_server and (options.temperature or heat) != 1:
+            raise ValueError(
+                f"{section}.{options.TEACHER}: a server scores at temperature 1: got {options.temperature or heat}; "
+                f"set sampling.temperature or {section}.temperature to 1"
+            )
+        if self.grpo.observation is not None and options.estimator != "sample":
+            raise ValueError(
+                f"grpo.observation is for {section}.estimator sample, or no teacher: got {options.estimator}"
+            )
+        if self.parallel.context > 1:
+            raise ValueError(
+                f"{section}: must run with parallel.context=1: got {self.parallel.context}; the teacher's scores are "
+                "not split over ranks"
+            )
 
     def _check_mix(self, advantage: dict[str, Any]) -> None:
         """Raises ConfigError for advantages that compare rewards of one source with those of another."""

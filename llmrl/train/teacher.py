@@ -1,0 +1,78 @@
+"""The teacher of a run, before any weights are loaded: where it is, and that it has the policy's vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.engines.vllm.server import served_model
+from llmrl.modules.llm.model_files import loaded
+from llmrl.modules.llm.rendering import text_tokenizer
+from llmrl.objectives.llm.grpo import GRPOLoss
+from llmrl.run.model_names import resolve_model
+from llmrl.train.algorithms import load_algorithm
+from llmrl.train.settings.grpo import GRPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Config = TypeVar("Config", bound=GRPOConfig)
+
+
+def resolve_teacher(config: Config, runs: Path) -> Config:
+    """The settings with the teacher's folder in place of a run's. Raises ConfigError for distillation without one."""
+    options = config.teacher
+    if options is None or options.is_server:
+        return config
+    name = _setting(config)
+    if not options.source:
+        raise ConfigError(
+            f"{name}: must name the teacher: got none; set it to a folder, a hub name, a run, or the "
+            "http://host:port of a vLLM server."
+        )
+    return config.with_teacher(resolve_model(options.source, runs=runs, setting=name))
+
+
+def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for an algorithm that has no place for a teacher, or if the teacher has other tokens, or ends
+    and begins a text with other ids.
+
+    The ids that the student sampled are scored as they are. Only rows of the embedding beyond the tokens, which pad
+    models of one family to different sizes, may differ.
+    """
+    if config.teacher is None:
+        return
+    from transformers import AutoTokenizer
+
+    name, source = _setting(config), config.teacher.source
+    algorithm = load_algorithm(config.algorithm or config.ALGORITHM)[0]
+    if not issubclass(algorithm.loss, GRPOLoss):
+        raise ConfigError(
+            f"{name}: the loss must be GRPOLoss or a subclass, which adds a teacher's divergence: got "
+            f"{algorithm.loss.__name__} of {algorithm.__name__}; leave it out."
+        )
+    own = text_tokenizer(tokenizer)
+    if config.teacher.is_server:
+        served = served_model(source)
+        source = served.get("root") or served["id"]
+    other = loaded(AutoTokenizer.from_pretrained, source, setting=name)
+    mine, theirs = own.get_vocab(), other.get_vocab()
+    if mine != theirs:
+        odd = sorted(token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token))
+        shown = ", ".join(f"{token!r} ({mine.get(token)} and {theirs.get(token)})" for token in odd[:3])
+        raise ConfigError(
+            f"{name}: {config.teacher.source} must have the student's vocabulary: got {len(theirs)} tokens, "
+            f"expected {len(mine)}; {len(odd)} have another id, such as {shown}; take a teacher of the same family."
+        )
+    for token in ("bos_token", "eos_token"):
+        if (got := getattr(other, token)) != (expected := getattr(own, token)):
+            raise ConfigError(
+                f"{name}: {config.teacher.source} must have the student's {token}: got {got!r}, expected "
+                f"{expected!r}; it would never write what ends the student's turns."
+            )
+
+
+def _setting(config: GRPOConfig) -> str:
+    """The name of the setting that names the teacher."""
+    return config.TEACHER_SECTION if config.grpo.teacher else f"{config.TEACHER_SECTION}.{config.teacher.TEACHER}"
