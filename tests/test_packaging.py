@@ -14,9 +14,8 @@ from tests.support.documents import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 # mypy reads what is imported, and the inner parts of torch and transformers take it a minute.
-INNER = "transformers datasets sympy " + " ".join(
-    f"torch.{name}" for name in "_dynamo _export _functorch _inductor _subclasses ao distributed export fx onnx".split()
-)
+INNER = "transformers datasets sympy torch._dynamo torch._export torch._functorch torch._inductor torch._subclasses "
+INNER += "torch.ao torch.distributed torch.export torch.fx torch.onnx"
 MYPY_SETTINGS = f"""
 [mypy]
 ignore_missing_imports = True
