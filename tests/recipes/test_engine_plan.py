@@ -116,6 +116,26 @@ def test_the_engine_of_a_mixture_is_asked_for_its_routes_where_it_can_report_the
         replays_routes(config({"routing_replay": "on", "gpus": 1}), mixture)
 
 
+@pytest.mark.parametrize(
+    ("rollout", "ranks", "rows", "tokens"),
+    [
+        ({}, 1, 384, 8192),  # 48 prompts x 8
+        ({}, 4, 256, 8192),
+        ({"max_staleness": 3}, 1, 1024, 8192),  # up to three steps are in flight
+        ({"concurrency": 300}, 1, 300, 8192),
+        ({"gpus": 2}, 1, 256, 8192),
+        ({"gpus": 2, "tensor_parallel": 2}, 1, 384, 8192),
+        ({"options": {"max_num_seqs": 9000}}, 1, 9000, 9000),
+        ({"options": {"max_num_batched_tokens": 100}}, 1, 100, 100),
+        ({"options": {"enable_chunked_prefill": False}}, 1, 384, None),  # vLLM raises its own to the longest prompt
+    ],
+)
+def test_an_engine_on_gpus_computes_the_rows_of_its_steps_at_once_however_it_is_started(rollout, ranks, rows, tokens):
+    settings = config(rollout, prompts_per_step=48, group_size=8)
+    options = planned(settings, Gpus(8, CARD, ranks), world_size=ranks).options
+    assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == (rows, tokens)
+
+
 # --- how long a conversation may be
 
 
@@ -218,7 +238,7 @@ def test_the_cache_of_windows_and_of_latent_attention_is_smaller():
 def test_engines_on_gpus_of_their_own_are_planned_as_servers():
     plan = planned(config({"gpus": 4, "tensor_parallel": 2, "options": {"enforce_eager": True}}), Gpus(8, CARD))
     assert plan.apart == 2
-    built = {"tensor_parallel_size": 2, "enforce_eager": True}
+    built = {"tensor_parallel_size": 2, "enforce_eager": True, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     assert plan.options == {"dtype": "bfloat16", "max_model_len": 1501, **built}
     with pytest.raises(ConfigError, match="4 attention heads"):
         planned(config({"gpus": 6, "tensor_parallel": 3}), Gpus(8, CARD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 _SERVER_S = 10.0  # timeout of a server's first answer
 _WORKING = GIB  # the engine's activations and CUDA graphs
+_LEAST_ROWS, _MOST_ROWS = 256, 1024  # of max_num_seqs: vLLM's defaults for small and large GPUs
+_BATCHED_TOKENS = 8192  # of a step of vLLM: enough for a prefill to compute at full speed, in _WORKING bytes
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM supports
 
 
@@ -97,6 +100,8 @@ class EnginePlan:
         if share := self.options.get("gpu_memory_utilization"):
             words.append(f"{share:.0%} of the GPU's memory")
         words.append(f"at most {self.length} tokens" if self.length else "as many tokens as model and memory allow")
+        if rows := self.options.get("max_num_seqs"):
+            words.append(f"{rows} rows at once")
         if self.options.get("enable_lora"):
             words.append("gets adapters only")
         if self.options.get("enable_return_routed_experts"):
@@ -199,8 +204,10 @@ def make_engine_plan(
     options = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": -1 if length is None else length}
     if rollout.gpus or rollout.ray:
         share = {} if rollout.gpu_memory is None else {"gpu_memory_utilization": rollout.gpu_memory}
-        options |= {"tensor_parallel_size": rollout.tensor_parallel, **share, **rollout.options}
-        return EnginePlan(length=length, options=options, apart=rollout.gpus // rollout.tensor_parallel)
+        apart = rollout.gpus // rollout.tensor_parallel
+        options |= {"tensor_parallel_size": rollout.tensor_parallel, **share}
+        options |= _batch_limits(config, gpus, apart or rollout.ray_engines, world_size) | rollout.options
+        return EnginePlan(length=length, options=options, apart=apart)
     devices = _place(rollout.tensor_parallel, gpus)
     overlaps = bool(rollout.max_staleness or rollout.oversample or rollout.concurrency)
     own_process = rollout.own_process
@@ -223,8 +230,29 @@ def make_engine_plan(
         weights, cache = shape.parameters * width, shape.cache_numbers(length or needed) * width
         _check_room(share * gpus.bytes, weights, cache, length or needed)
     routes = {"enable_return_routed_experts": True} if replays_routes(config, model) else {}
-    options |= routes | _adapter_options(config) | rollout.options
+    options |= routes | _adapter_options(config)
+    options |= _batch_limits(config, gpus, world_size, world_size) | rollout.options
     return EnginePlan(own_process, devices if own_process and devices else None, sleeps, length, options)
+
+
+def _batch_limits(config: GRPOConfig, gpus: Gpus, engines: int, ranks: int) -> dict[str, int]:
+    """Rows and tokens that an engine on GPUs computes at once. vLLM's own limits depend on how it is started, down to
+    128 rows and 2048 tokens, where the rows of a step would wait for each other. On a CPU vLLM's own limits stay.
+    """
+    if not gpus.count:
+        return {}
+    rollout = config.rollout
+    rows = config.prompts_per_step * config.group_size * config.env.max_records * (1 + rollout.oversample)
+    rows *= max(1, rollout.max_staleness)  # the queue begins the groups of so many steps
+    if rollout.concurrency:
+        rows = min(rows, rollout.concurrency * ranks)
+    given = rollout.options.get("max_num_batched_tokens", _BATCHED_TOKENS)
+    seqs = min(max(math.ceil(rows / engines), _LEAST_ROWS), _MOST_ROWS, given)
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": max(given, rollout.options.get("max_num_seqs", 0))}
+    # Without chunks a prompt must fit into one step, for which vLLM raises its own limit but not a given one.
+    if not rollout.options.get("enable_chunked_prefill", True):
+        del limits["max_num_batched_tokens"]
+    return limits
 
 
 def _adapter_options(config: GRPOConfig) -> dict[str, Any]:

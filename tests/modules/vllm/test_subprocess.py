@@ -80,6 +80,9 @@ def shared_engine(model, tokenizer):
     engine = AsyncVLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, max_model_len=2048)
     assert len(footprint()[0] - before[0]) == 1  # one process, with the worker in it
     assert not torch.distributed.is_initialized()
+    # On a CPU the limits of vllm.LLM; an engine of which vLLM does not know the use has 2048 and 128.
+    limits = engine.core.llm.vllm_config.scheduler_config
+    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (4096, 256)
     used = shared_files() - files
     yield engine
     used |= shared_files() - files

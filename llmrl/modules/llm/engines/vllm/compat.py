@@ -53,6 +53,7 @@ _INTERFACE: dict[str, tuple[str, ...]] = {
 }
 _ASYNC_INTERFACE: dict[str, tuple[str, ...]] = {
     "AsyncEngineArgs": _OPTIONS,
+    "AsyncLLMEngine.from_engine_args": ("engine_args", "usage_context"),
     "AsyncLLMEngine.generate": ("prompt", "sampling_params", "request_id"),
     "AsyncLLMEngine.abort": ("request_id",),
     "AsyncLLMEngine.collective_rpc": ("method", "kwargs"),
@@ -64,6 +65,7 @@ _MODULES = (
     "vllm.model_executor.layers.logits_processor",
     "vllm.model_executor.model_loader.reload.layerwise",
     "vllm.sampling_params",
+    "vllm.usage.usage_lib",
 )
 
 
@@ -155,7 +157,10 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             check_head_size(described.create_model_config())
         if own_process:
             with parent_watchdog.followed():
-                llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
+                # vLLM's limits of rows and tokens per step depend on this word. Without it they are the smallest.
+                usage = vllm_module("vllm.usage.usage_lib").UsageContext.LLM_CLASS
+                arguments = vllm.AsyncEngineArgs(model, **settings)
+                llm = vllm.AsyncLLMEngine.from_engine_args(arguments, usage_context=usage)
         else:
             with _without_numa_binding():
                 try:
