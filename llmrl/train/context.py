@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.envs.llm.transforms import RetrieveLogProb
+from llmrl.envs.llm.transforms.log_probs import adapter_off
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs
@@ -53,6 +54,9 @@ class RunContext:
     def load_critic(self, name: Any, optim: OptimSettings) -> Critic:
         source = self.run.origin if name is None else name
         return Critic(source, optim, self.config, self.tokenizer, self.session, self.run.runs)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return adapter_off(self.actor.model)
 
     def make_reference(self) -> LogProbWriter:
         """Scores with the actor without its adapters, or with those that it started from; or with a frozen copy of the

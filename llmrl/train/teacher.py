@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=GRPOConfig)
 def resolve_teacher(config: Config, runs: Path) -> Config:
     """The settings with the teacher's folder in place of a run's. Raises ConfigError for distillation without one."""
     options = config.teacher
-    if options is None or options.is_server:
+    if options is None or not options.is_loaded:
         return config
     name = _setting(config)
     if not options.source:
@@ -52,6 +52,8 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Non
             f"{name}: the loss must be GRPOLoss or a subclass, which adds a teacher's divergence: got "
             f"{algorithm.loss.__name__} of {algorithm.__name__}; leave it out."
         )
+    if not (config.teacher.is_loaded or config.teacher.is_server):
+        return
     own = text_tokenizer(tokenizer)
     if config.teacher.is_server:
         served = served_model(source)

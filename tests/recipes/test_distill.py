@@ -56,6 +56,18 @@ def test_a_teacher_is_a_term_of_grpo_and_of_ppo(place, teacher, command):
     assert all(row["policy/kl_teacher"] > 0 for row in place.metrics("topk") if "policy/kl_teacher" in row)
 
 
+@pytest.mark.parametrize("estimator", ["full", "sample"])
+def test_the_student_without_its_adapters_is_the_teacher_that_its_files_are(place, estimator):
+    """Also of a head that is trained, of which a teacher of the whole vocabulary has the original."""
+    save_tiny("start", tied=False)
+    given = {"model": "start", "lora": {"r": 4, "modules_to_save": ["lm_head"]}, "optim": {"lr": 5e-2}}
+    for name, teacher in (("base", "base"), ("files", "./start")):
+        place.train("grpo", name, grpo={"teacher": {"model": teacher, "estimator": estimator}}, **given)
+    distances = [row["policy/kl_teacher"] for row in place.metrics("base") if "policy/kl_teacher" in row]
+    assert abs(distances[0]) < 1e-6 < 1e-3 < abs(distances[-1])
+    place.same("base", "files", tolerance=1e-5, step=3)
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "words"),
     [
@@ -72,6 +84,7 @@ def test_a_teacher_is_a_term_of_grpo_and_of_ppo(place, teacher, command):
             {"grpo": {"teacher": "other", "observation": 0.1}, "env": {"tools": ["calculator"], "max_turns": 2}},
             "grpo.observation is for grpo.teacher.estimator",
         ),
+        ("grpo", {"grpo": {"teacher": "base"}}, "grpo.teacher.model: base is the student without its adapters, and it"),
         ("grpo", {"grpo": {"teacher": "other"}, "parallel": {"context": 2}}, "grpo.teacher: must run with parallel"),
         ("rejection", {"grpo": {"teacher": "other"}}, "grpo.teacher: the loss must be GRPOLoss or a subclass"),
         ("distill", {"grpo": {"teacher": "other"}, "distill": {"teacher": "other"}}, "grpo.teacher: llmrl distill has"),

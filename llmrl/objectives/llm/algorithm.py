@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -58,6 +59,9 @@ class Context(Protocol):
         """A model with one output per token that is trained beside the policy; None: the model that the run started
         from. Its ``updater`` is as the policy's; `state_dict` of the algorithm keeps its ``state_dict``.
         """
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """A block in which the actor's model has no adapters."""
 
     def make_reference(self) -> LogProbWriter:
         """Writes the log-probs of the model that the run started from, ("next", "ref_log_probs", "full")."""

@@ -133,6 +133,16 @@ class DivergenceSettings(Settings):
     def is_server(self) -> bool:
         return self.source.startswith(("http://", "https://"))
 
+    @property
+    def is_base(self) -> bool:
+        """The teacher is the student without its adapters."""
+        return self.source == "base"
+
+    @property
+    def is_loaded(self) -> bool:
+        """The teacher is a model of its own beside the student."""
+        return not (self.is_server or self.is_base)
+
     def in_words(self) -> str:
         kinds = {"reverse": "KL(student, teacher)", "forward": "KL(teacher, student)"}
         value = kinds.get(self.divergence, f"Jensen-Shannon, beta {self.mixture:g}")
@@ -166,7 +176,10 @@ class DivergenceSettings(Settings):
         return self
 
 
-_TEACHER = "a folder, hub name or run, beside the student; or a vLLM server's http://host:port"
+_TEACHER = (
+    "a folder, hub name or run, beside the student; base: the student without its adapters; or a vLLM server's "
+    "http://host:port"
+)
 
 
 class DistillSettings(DivergenceSettings):

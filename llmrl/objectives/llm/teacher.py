@@ -11,7 +11,7 @@ hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -358,20 +358,28 @@ class TeacherTerm:
 
 
 class FrozenTeacher:
-    """A teacher beside the student, in the precision of the run's arithmetic."""
+    """A teacher beside the student, or the student without its adapters, in the precision of the run's arithmetic.
 
-    def __init__(self, scorer: TokenScorer, precision: Callable[[], AbstractContextManager[Any]]):
-        self._scorer, self._precision, self.model = scorer, precision, scorer.model
+    ``around()`` is the block in which the model is the teacher.
+    """
+
+    def __init__(
+        self, model: nn.Module, context: Context, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ):
+        self._scorer, self.model = TokenScorer(model, packing=context.config.packing), model
+        self._precision, self._around = context.session.autocast, around
 
     @classmethod
-    def load(cls, name: str, context: Context) -> FrozenTeacher:
-        model = context.load_model(name).requires_grad_(False)
+    def load(cls, options: DivergenceSettings, context: Context) -> FrozenTeacher:
+        if options.is_base:
+            return cls(context.actor.model, context, context.without_adapters)
+        model = context.load_model(options.source).requires_grad_(False)
         if context.session.low_precision and not context.session.sharded:
             model.to(torch.bfloat16)  # it is never updated
-        return cls(TokenScorer(model, packing=context.config.packing), context.session.autocast)
+        return cls(model, context)
 
     def token_scores(self, *batch: Tensor, **options: Any) -> TokenScores:
-        with self._precision():
+        with self._precision(), self._around():
             return self._scorer.token_scores(*batch, **options)
 
     def write(self, loss: GRPOLoss, batch: TensorDictBase | None, context: Context) -> None:
@@ -427,6 +435,6 @@ def make_term(options: DivergenceSettings, context: Context) -> TeacherTerm:
     if options.is_server:
         teacher: Any = context.run.close_at_end(ServedTeacher(options))
     else:
-        teacher = FrozenTeacher.load(options.source, context)
+        teacher = FrozenTeacher.load(options, context)
     heat = options.temperature or context.config.sampling.temperature
     return TeacherTerm(options, teacher, temperature=heat, vocabulary=len(context.tokenizer))

@@ -113,7 +113,7 @@ def plan_memory(
         stays["reference"] = whole / ranks
     elif grpo and grpo.grpo.kl and start_adapter(config.model):  # those it began with, and a copy of its own
         stays["reference"] = 2 * trained
-    if grpo and grpo.teacher and not grpo.teacher.is_server:
+    if grpo and grpo.teacher and grpo.teacher.is_loaded:
         stays["teacher"] = (2.0 if low_precision else 4.0) * _num_weights(grpo.teacher.source) / ranks
     gradients, host = trained / parts, 0.0
     if sharded and config.memory.offload == "parameters" and capacity is not None:

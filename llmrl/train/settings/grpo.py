@@ -169,6 +169,11 @@ class GRPOConfig(ModelSource):
                 f"{section}.{options.TEACHER}: a server scores at temperature 1: got {options.temperature or heat}; "
                 f"set sampling.temperature or {section}.temperature to 1"
             )
+        if options.is_base and self.lora is None:
+            raise ValueError(
+                f"{section}.{options.TEACHER}: base is the student without its adapters, and it has none: set lora, or "
+                "name the model (./base for a folder of this name)"
+            )
         if self.grpo.observation is not None and options.estimator != "sample":
             raise ValueError(
                 f"grpo.observation is for {section}.estimator sample, or no teacher: got {options.estimator}"
