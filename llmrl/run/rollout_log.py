@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from llmrl.errors import DataError
 from llmrl.notebook_html import conversation_html, message_html, token_html
@@ -147,7 +147,15 @@ _TOKEN_COLUMNS = {part.name: _OF_TOKENS[part.type[len("Sequence[") : -1]] for pa
 
 
 class Rollouts(list[Rollout]):
-    """A list of rollouts; a notebook shows the first twenty as conversations."""
+    """A list of rollouts; a notebook shows the first twenty as conversations, of a part of the list too."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Rollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rollouts: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Rollout | Rollouts:
+        found = super().__getitem__(index)
+        return Rollouts(found) if isinstance(found, list) else found
 
     def _repr_html_(self) -> str:
         shown = "".join(rollout._repr_html_() for rollout in self[:_SHOWN])

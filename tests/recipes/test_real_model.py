@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmrl.modules.llm import Renderer, TransformersWrapper
 from llmrl.modules.llm.conversation import TurnSampler
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
+from llmrl.run.metrics import read_metrics
 from llmrl.train.adapter_files import ADAPTER
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2"
@@ -156,3 +157,26 @@ def test_the_engine_answers_as_transformers_does(tokenizer, plain):
 def test_vllm_answers_as_transformers_does(tokenizer, plain):
     with contextlib.closing(VLLMEngine(str(MODEL), tokenizer=tokenizer, seed=0, max_model_len=256)) as engine:
         answers(engine, tokenizer, plain)
+
+
+def test_the_notebook_runs_and_its_model_answers_better(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    folder = tmp_path / "docs" / "notebooks"
+    folder.mkdir(parents=True)
+    (tmp_path / "models").symlink_to(MODEL.parent)
+    notebook = nbformat.read(MODEL.parents[1] / "docs" / "notebooks" / "first_run.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    rewards = [row["reward/mean"] for row in read_metrics(folder / "first_run/runs/first") if "reward/mean" in row]
+    assert rewards[0] <= 0.3
+    assert rewards[-1] >= 0.8
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert printed.rstrip().endswith("is cold."), "the chat at the end"
+    assert "\x1b[1A" not in printed, "a cell cannot move the cursor up"
+    shown = [
+        output["data"]["text/html"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "data" in output and "text/html" in output["data"]
+    ]
+    assert "rgba(0,114,178" in shown[0], "trained tokens"
+    assert "first_run/runs/first/report.html" in shown[1]

@@ -33,7 +33,9 @@ def make_console(rank: int | None = None) -> Console:
     If the reader of the output (a pipe or a terminal) is gone, the run continues and writes nothing more there.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    console = Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
+    # A notebook runs commands in a pseudo-terminal, and its cells cannot move the cursor up.
+    interactive = False if "JPY_PARENT_PID" in os.environ else None
+    console = Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout), force_interactive=interactive)
     console.push_render_hook(_PrintableText())
     return console
 
