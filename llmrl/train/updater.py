@@ -79,9 +79,8 @@ class Updater:
         self._balance = ExpertBalance(session, scorer.model, config.model_options.router_aux_loss)
         self.scorer = session.prepare(scorer)
         self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
-        place = torch.device("cpu") if session.offloads else session.device
-        matrices = block_matrices(self._model)
-        self.optimizer = make_optimizer(self._trained, config.optim, place, matrices=matrices)
+        given = {"matrices": block_matrices(self._model), "offloads": session.offloads}
+        self.optimizer = make_optimizer(self._trained, config.optim, session.device, **given)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since the last `speed`
         self._gpu = find_gpu(session.device, session.world_size)
         is_known = self._gpu and self._gpu.flops and session.low_precision  # the peak in the table is for bfloat16

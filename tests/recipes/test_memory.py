@@ -2,13 +2,16 @@
 
 import copy
 import json
+import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -19,11 +22,12 @@ from llmrl.objectives.llm import SFTLoss
 from llmrl.recipes.grpo import plan as plan_grpo
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model
+from llmrl.train import optimizers
 from llmrl.train.data.lengths import RowLengths
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import GPU, find_gpu, parse_gpu
 from llmrl.train.models.shape import block_matrices, model_shape
-from llmrl.train.optimizers import OffloadedAdamW, make_optimizer, set_learning_rate
+from llmrl.train.optimizers import HostAdamW, OffloadedAdamW, make_optimizer, set_learning_rate
 from llmrl.train.planning.memory import (
     engine_memory,
     engine_share,
@@ -377,22 +381,59 @@ def test_gpus_that_are_none_are_refused(text):
 # --- optimizers
 
 
-def test_moments_in_host_memory_give_the_steps_of_adamw():
+@pytest.mark.parametrize("name", ["adamw_offload", "offload=parameters"])
+def test_an_adamw_that_is_not_on_the_gpu_gives_its_steps_also_after_a_resume(monkeypatch, name):
+    """The second begins again in the middle, from a checkpoint: with the state, and the options, of the first."""
+    monkeypatch.setattr(optimizers, "_CHUNK", 4)  # several chunks, the last one smaller
+    host = name == "adamw_offload"
+    optim = OptimSettings(name=name if host else "adamw", lr=0.1, weight_decay=0.1)
     models = [torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)]
-    models[1].load_state_dict(models[0].state_dict())
-    makes = [
-        make_optimizer(model.parameters(), OptimSettings(name=name, lr=0.1, weight_decay=0.1), torch.device("cpu"))
-        for model, name in zip(models, ("adamw", "adamw_offload"), strict=True)
-    ]
-    assert isinstance(makes[1], OffloadedAdamW)
-    for step in range(4):
+    models[0].unused = torch.nn.Parameter(torch.ones(2))  # it gets no gradient
+    models[1] = copy.deepcopy(models[0])
+    if host:  # sharded parameters are always contiguous
+        models[1].weight = torch.nn.Parameter(models[0].weight.detach().t().contiguous().t())
+    make = partial(make_optimizer, device=torch.device("cpu"))
+    makes = [make(models[0].parameters(), OptimSettings(lr=0.1, weight_decay=0.1))]
+    makes.append(make(models[1].parameters(), optim, offloads=not host))
+    assert type(makes[1]) is (OffloadedAdamW if host else HostAdamW)
+    for step in range(6):
+        if step == 3:
+            state = copy.deepcopy(makes[0].state_dict())
+            makes[1] = make(models[1].parameters(), optim, offloads=not host)
+            makes[1].load_state_dict(state)
         for model, optimizer in zip(models, makes, strict=True):
             model(torch.full((2, 5), step + 1.0)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert len(makes[1].param_groups[0]["params"]) == 2
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        moments = [optimizer.state[key].get("exp_avg_sq") for optimizer, key in zip(makes, (one, other), strict=True)]
+        assert moments[0] is None or torch.allclose(*moments)
+
+
+def test_moments_in_host_memory_are_there_after_a_resume_and_no_gpu_memory_is_taken():
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
+        optimizer = OffloadedAdamW([parameter])
+        moments = {"exp_avg": torch.ones(3, 2), "exp_avg_sq": torch.ones(3, 2), "step": torch.ones(())}
+        optimizer.load_state_dict({"state": {0: moments}, "param_groups": optimizer.state_dict()["param_groups"]})
+        assert {value.device.type for value in optimizer.state[parameter].values()} == {"cpu"}
+
+
+def test_parameters_in_host_memory_are_updated_on_all_cores(monkeypatch):
+    """torchrun gives each of several ranks one thread."""
+    used, before = [], torch.get_num_threads()
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda optimizer: used.append(torch.get_num_threads()))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(12))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            HostAdamW([torch.nn.Parameter(torch.ones(1))]).step()
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert used == [3, 2]
 
 
 def test_muon_trains_the_matrices_of_decoder_layers_and_adamw_all_else():
