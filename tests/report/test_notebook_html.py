@@ -102,6 +102,6 @@ def test_histories_of_every_shape_are_shown():
     assert "1990000 characters" not in many.text
     assert "6000 characters left out" in checked(History(role="user", content="x" * 10_000)).text
     assert "3 more rollouts" in checked(Rollouts([rollout()] * 23)).text
-    assert "more rollouts" not in checked(Rollouts([rollout()] * 23)[1:3]).text, "a part of a list is shown in the same way"
+    assert "more rollouts" not in checked(Rollouts([rollout()] * 23)[1:3]).text, "a part of a list is shown so, too"
     unfinished = History(role="assistant", content="Hel", is_complete=False)
     assert "(unfinished)" in checked(unfinished).text
