@@ -177,7 +177,8 @@ def make_source(
 def trainable_rows(data: TensorDictBase, config: GRPOConfig, algorithm: Algorithm) -> TensorDictBase:
     """The columns that advantages and loss read; ``truncated="mask"`` masks answers that were cut off."""
     data = MaskTruncated().inv(data) if config.truncated == "mask" else data
-    return select_training_columns(data, columns_read(algorithm))
+    rows = select_training_columns(data, columns_read(algorithm))
+    return rows if algorithm.demonstrations is None else algorithm.demonstrations.write(rows)
 
 
 def joined(*parts: TensorDictBase | None) -> TensorDictBase | None:

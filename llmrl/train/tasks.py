@@ -287,19 +287,42 @@ class Task:
             return []  # checked before: a run that needs no reward
         return [RewardFunction(EMBEDDED_TASKS[settings.name].reward, name="correct", **shared)]
 
-    def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Lengths of the prompts in tokens, with system prompt and tools."""
+    def prompts_with(self, column: str, rows: Sequence[Row], who: str) -> list[tuple[Any, str]]:
+        """The messages of each prompt, with system prompt and tools, and the row's text in ``column``.
+
+        Raises  DataError that names the first row without it; ``who``: the setting that names the column
+        """
+        found = []
+        for td in self._resets(rows):
+            chats = td["history"].prompt.to_chats()
+            for chat, value in zip(chats, column_values(td, column) or [None] * len(chats), strict=True):
+                if not (isinstance(value, str) and value.strip()):
+                    place = place_of(rows[len(found)], len(found) + 1)
+                    columns = ", ".join(name for name in rows[len(found)] if name != SOURCE)
+                    raise DataError(
+                        f"{who}: every row must have text in the column {column!r}: got {value!r} in {place}, which "
+                        f"has {columns}; add it, or leave such rows out."
+                    )
+                found.append((chat, value))
+        return found
+
+    def _resets(self, rows: Sequence[Row]) -> Iterator[TensorDict]:
+        """Conversations that begin with these rows in turn, at most `_AT_ONCE` together."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
-        judged = self._has_reward_model
         transforms = (*self._acting, *self._planned)
         # `make_env` would load a reward model's weights, which must happen after the plan.
+        judged = self._has_reward_model
         env = self._asking(rows, transforms, **options) if judged else self.make_env(rows, **options)
+        for start in range(0, len(rows), _AT_ONCE):
+            yield env.reset(TensorDict({}, batch_size=[min(_AT_ONCE, len(rows) - start)]))
+
+    def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Lengths of the prompts in tokens, with system prompt and tools."""
+        judged = self._has_reward_model
         rewards = [getattr(transform, "fn", None) for transform in self._planned]
         judges = [(each, column) for each in rewards if isinstance(each, JudgeReward) for column in each.columns]
         renderer, lengths = Renderer(self.processor), []
-        while len(lengths) < len(rows):
-            count = min(_AT_ONCE, len(rows) - len(lengths))
-            td = env.reset(TensorDict({}, batch_size=[count]))
+        for td in self._resets(rows):
             chats = td["history"].prompt.to_chats()
             for chat in chats if judged else ():
                 refuse_images(chat, "rewards: reward_model")
@@ -339,6 +362,13 @@ class MixedTask(Task):
             with _named(task):
                 longest = max(longest, task.longest_prompt(own))
         return longest
+
+    def prompts_with(self, column: str, rows: Sequence[Row], who: str) -> list[tuple[Any, str]]:
+        found = []
+        for task, own in self.parts(rows):
+            with _named(task):
+                found += task.prompts_with(column, own, who)
+        return found
 
     def unused_columns(self, rows: Sequence[Row]) -> list[str]:
         return [

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.model_files import loaded
-from llmrl.modules.llm.rendering import text_tokenizer
+from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.objectives.llm.grpo import GRPOLoss
+from llmrl.objectives.llm.teacher import Demonstrations
 from llmrl.run.model_names import resolve_model
 from llmrl.train.algorithms import load_algorithm
 from llmrl.train.settings.grpo import GRPOConfig
+from llmrl.train.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +76,29 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Non
                 f"{name}: {config.teacher.source} must have the student's {token}: got {got!r}, expected "
                 f"{expected!r}; it would never write what ends the student's turns."
             )
+
+
+def read_demonstrations(
+    config: GRPOConfig, task: Task, prompts: Sequence[Mapping[str, Any]], context: int | None
+) -> Demonstrations | None:
+    """What the teacher reads in place of these prompts; None without a demonstration. ``context``: of the model.
+
+    Raises  DataError for a row without one; ConfigError for a model that reads images, and for what is too long
+    """
+    options, renderer = config.teacher, Renderer(task.processor)
+    if options is None or options.demonstration is None:
+        return None
+    who, most = f"{config.TEACHER_SECTION}.demonstration", config.sampling.max_tokens
+    if renderer.vision is not None:
+        raise ConfigError(f"{who}: is for models that read text alone: got one that reads images; leave it out.")
+    shown = task.prompts_with(options.demonstration, prompts, who)
+    found = Demonstrations(renderer, shown, column=options.demonstration, text=options.demonstration_text)
+    if context is not None and found.longest + most > context:
+        raise ConfigError(
+            f"{who}: prompt, demonstration and answer must be at most {context} tokens, what the model reads: got "
+            f"{found.longest} and sampling.max_tokens {most}; leave the longest rows out."
+        )
+    return found
 
 
 def _setting(config: GRPOConfig) -> str:

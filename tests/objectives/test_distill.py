@@ -6,16 +6,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torch import nn
 
-from llmrl.errors import ConfigError
+from llmrl.data.ragged.tensordicts import column
+from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.log_probs import HeadOptions
 from llmrl.modules.llm.packing import HeadPath
+from llmrl.modules.llm.policies.containers import Masks, Tokens
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm import DistillLoss, DistillSettings, GRPOLoss, GRPOSettings
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.settings import TeacherSettings
-from llmrl.objectives.llm.teacher import Distillation, HiddenTeacher, TeacherTerm, TopTeacher
+from llmrl.objectives.llm.teacher import Demonstrations, Distillation, HiddenTeacher, TeacherTerm, TopTeacher
+from llmrl.testing import tiny_tokenizer
 from tests.support.losses import conversation, run_step, tiny_scorer
 
 N, V, CHUNK = 23, 37, 5
@@ -177,3 +181,60 @@ def test_a_teacher_beside_the_reward_adds_its_loss_and_its_gradient_times_its_we
     for name, value in both_gradients.items():
         expected = alone_gradients[name] + 0.3 * gradients[name]
         torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)  # the model's norms are in float32
+
+
+@pytest.mark.parametrize("estimator", ["full", "topk", "sample"])
+def test_a_teacher_with_a_demonstration_says_what_it_says_after_the_longer_prompt(estimator):
+    """Rows of several lengths, prompts longer and shorter than the student's, tokens within that are not trained."""
+    batch = lazy_stack([conversation(i, 3, 2 + i, dtype=torch.float64) for i in range(4)])
+    batch[2]["masks", "all_assistant_mask"][4] = False  # such as a tool's result
+    actor, teacher = tiny_scorer(), tiny_scorer(hidden=24)
+    own = {"k": 4} if estimator == "topk" else {}
+    options = DistillSettings(teacher="self", estimator=estimator, demonstration="shown", **own)
+    loss = DistillLoss(actor, options=options, teacher=teacher)
+    prompts = [torch.arange(2 + 2 * i) for i in range(4)]
+    batch.set("teacher_prompt", Tokens.from_rows({"full": prompts}))
+    rows, masks = (batch.get(key, as_list=True) for key in (("tokens", "full"), ("masks", "all_assistant_mask")))
+
+    def after(model, prompt, ids, mask):
+        """Log-probs over the vocabulary at the trained tokens of ids, which follow the prompt."""
+        logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).detach()[mask]
+
+    log_q = [after(teacher.model, p, ids[3:], mask[3:]) for p, ids, mask in zip(prompts, rows, masks, strict=True)]
+    if estimator == "full":
+        log_p = [after(actor.model, ids[:3], ids[3:], mask[3:]) for ids, mask in zip(rows, masks, strict=True)]
+        expected = by_table(torch.cat(log_p), torch.cat(log_q), 1.0).mean()
+        torch.testing.assert_close(loss(batch)["distill"], expected, atol=1e-6, rtol=1e-6)
+        return
+    for said, row, mask, q in zip(loss.ask_teacher(batch), rows, masks, log_q, strict=True):
+        found = said[: len(row)][mask]
+        if estimator == "sample":
+            torch.testing.assert_close(found, q.gather(1, row[mask][:, None])[:, 0], atol=1e-6, rtol=0)
+        else:
+            assert torch.equal(found[:, :4].long(), q.topk(4).indices)
+            torch.testing.assert_close(found[:, 4:], q.topk(4).values, atol=1e-6, rtol=0)
+
+
+def test_a_demonstration_follows_the_last_user_message_and_is_that_of_the_row():
+    renderer = Renderer(tiny_tokenizer())
+    ask = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]
+    shown = [(ask, "So."), (ask, "Thus {x}."), ([*ask, {"role": "assistant", "content": "Hm"}, ask[1]], "So.")]
+    made = Demonstrations(renderer, shown, column="good", text=" Like: {demonstration}")
+    prompts = renderer.prompt_ids([chat for chat, _ in shown])
+    ids = [torch.cat([prompt, torch.tensor([5, 6])]) for prompt in prompts]
+    masks = [torch.arange(len(row)) >= len(row) - 2 for row in ids]
+    rows = TensorDict(
+        tokens=Tokens.from_rows({"full": ids}),
+        masks=Masks.from_rows({"all_assistant_mask": masks}),
+        good=column([answer for _, answer in shown]),
+        batch_size=[3],
+    )
+    expected = [[*chat[:-1], {"role": "user", "content": f"Why? Like: {answer}"}] for chat, answer in shown]
+    found = made.write(rows).get(("teacher_prompt", "full"), as_list=True)
+    assert [row.tolist() for row in found] == [row.tolist() for row in renderer.prompt_ids(expected)]
+    assert made.longest == max(map(len, found))
+    with pytest.raises(DataError, match="must begin with a prompt of the data"):
+        made.write(rows.copy().set("good", column(["So.", "another", "So."])))
+    with pytest.raises(DataError, match="must have a message of a user"):
+        Demonstrations(renderer, [(ask[:1], "So.")], column="good", text="{demonstration}")

@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llmrl.modules.llm.model_files import loaded
+from tests.recipes.conftest import MIX, OWN_ENGINE
 from tests.support.saved_models import save_tiny
 
 PROMPTS = {"env": {"name": "chat", "dataset": "prompts.jsonl", "reward": None}, "group_size": 1, "prompts_per_step": 16}
@@ -68,6 +69,30 @@ def test_the_student_without_its_adapters_is_the_teacher_that_its_files_are(plac
     place.same("base", "files", tolerance=1e-5, step=3)
 
 
+@pytest.mark.slow
+def test_the_student_with_a_demonstration_teaches_the_student_without(place):
+    """Also of several turns and sources, ahead of the trainer, and in a resumed run; beside a reward as well."""
+    own = {"teacher": "self", "demonstration": "answer"}
+    words = ["teacher self, which reads answer in its prompt"]
+    sources = {"dataset": None, "reward": None, "mix": [{**source, "eval_dataset": None} for source in MIX["mix"]]}
+    place.module("own_engine", OWN_ENGINE)
+    ahead = {"engine": "own_engine:make", "max_staleness": 2}
+    given = {"env": sources, "rollout": ahead, "checkpoint": {"every": 2}}
+    place.train("distill", "run", words=words, distill=own, **given)
+    place.run("resume", "runs/run", "steps=5")
+    distances = [row["policy/kl_teacher"] for row in place.metrics("run") if "policy/kl_teacher" in row]
+    assert len(distances) == 5
+    assert min(distances) > 0
+    own = {
+        "model": "self",
+        "demonstration": "answer",
+        "estimator": "topk",
+        "k": 5,
+        "demonstration_text": " {demonstration}",
+    }
+    place.train("grpo", "both", words=words, grpo={"teacher": own})
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "words"),
     [
@@ -114,6 +139,13 @@ def test_a_term_that_cannot_be_trained_is_refused_before_weights_are_read(place,
         ),
         ({"weight_reward": 1.0}, "compares the rewards of a group: set group_size to at least 2"),
         ({"teacher": ""}, "must name the teacher: got none"),
+        ({"teacher": "self"}, "self is the student as it is, which teaches nothing without a demonstration"),
+        ({"demonstration": "answer", "demonstration_text": "x"}, "demonstration_text must have {demonstration} in it"),
+        ({"demonstration_text": "{demonstration}"}, "demonstration_text needs demonstration"),
+        (
+            {"teacher": "http://localhost:1", "estimator": "sample", "demonstration": "answer"},
+            "demonstration is for a teacher beside the student",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(place, teacher, changes, words):

@@ -23,7 +23,7 @@ from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.objectives.llm.grpo import GRPOLoss
 from llmrl.objectives.llm.settings import DivergenceSettings, GRPOSettings
-from llmrl.objectives.llm.teacher import TeacherTerm, make_term
+from llmrl.objectives.llm.teacher import Demonstrations, TeacherTerm, make_term
 from llmrl.objectives.metric import Metric
 from llmrl.settings import Settings
 
@@ -96,10 +96,13 @@ class Algorithm:
     compares_groups: ClassVar[bool] = True
     context: Context | None = None
     teacher: TeacherTerm | None = None
+    demonstrations: Demonstrations | None = None  # what the teacher reads in place of the student's prompts
 
     def __init__(self, options: Any, *, group_size: int, advantage: Mapping[str, Any], grpo: GRPOSettings):
         self.options, self.group_size, self.advantage, self.grpo = options, group_size, advantage, grpo
         self.reads = (*self.reads, *(advantage.get("reward_weights") or ()))
+        if (teacher := self.teacher_settings) is not None and teacher.demonstration is not None:
+            self.reads = (*self.reads, teacher.demonstration)
 
     # --- what the plan needs, before weights are loaded ---
 

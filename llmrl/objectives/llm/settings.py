@@ -106,6 +106,13 @@ class DivergenceSettings(Settings):
     temperature: float | None = Field(
         default=None, gt=0, description="of both distributions; null: that of sampling, which sample needs"
     )
+    demonstration: str | None = Field(
+        default=None, description="a column with a good answer to the row's prompt, which the teacher alone reads"
+    )
+    demonstration_text: str = Field(
+        default="\n\nThis is an example of a good answer:\n{demonstration}\n\nNow give an answer of your own.",
+        description="what follows the last user message in the teacher's prompt; {demonstration} stands for the column",
+    )
 
     @property
     def coefficient(self) -> float:
@@ -139,9 +146,14 @@ class DivergenceSettings(Settings):
         return self.source == "base"
 
     @property
+    def is_self(self) -> bool:
+        """The teacher is the student as it is, with a demonstration in its prompt."""
+        return self.source == "self"
+
+    @property
     def is_loaded(self) -> bool:
         """The teacher is a model of its own beside the student."""
-        return not (self.is_server or self.is_base)
+        return not (self.is_server or self.is_base or self.is_self)
 
     def in_words(self) -> str:
         kinds = {"reverse": "KL(student, teacher)", "forward": "KL(teacher, student)"}
@@ -152,10 +164,12 @@ class DivergenceSettings(Settings):
         }
         over = places.get(self.estimator, "the sampled token")
         heat = "that of sampling" if self.temperature is None else f"{self.temperature:g}"
-        return f"{value} over {over} · temperature of both: {heat} · teacher {self.source}"
+        reads = "" if self.demonstration is None else f", which reads {self.demonstration} in its prompt"
+        return f"{value} over {over} · temperature of both: {heat} · teacher {self.source}{reads}"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        fields = type(self).model_fields
         for holds, problem in (
             (self.beta is None or self.divergence == "jsd", f"beta is for divergence jsd: got {self.divergence}"),
             (
@@ -170,6 +184,23 @@ class DivergenceSettings(Settings):
                 not self.is_server or self.estimator != "full",
                 "estimator full needs the teacher's logits, which a server does not give: use topk or sample",
             ),
+            (
+                not self.is_self or self.demonstration is not None,
+                f"{self.TEACHER} self is the student as it is, which teaches nothing without a demonstration: set "
+                "demonstration to its column, or name another model (./self for a folder of this name)",
+            ),
+            (
+                not self.is_server or self.demonstration is None,
+                f"demonstration is for a teacher beside the student: got {self.source}",
+            ),
+            (
+                "{demonstration}" in self.demonstration_text,
+                f"demonstration_text must have {{demonstration}} in it: got {self.demonstration_text!r}",
+            ),
+            (
+                self.demonstration is not None or self.demonstration_text == fields["demonstration_text"].default,
+                "demonstration_text needs demonstration, a column of the data; it has no effect",
+            ),
         ):
             if not holds:
                 raise ValueError(problem)
@@ -177,8 +208,8 @@ class DivergenceSettings(Settings):
 
 
 _TEACHER = (
-    "a folder, hub name or run, beside the student; base: the student without its adapters; or a vLLM server's "
-    "http://host:port"
+    "a folder, hub name or run, beside the student; base: the student without its adapters; self: the student, with "
+    "demonstration; or a vLLM server's http://host:port"
 )
 
 

@@ -21,7 +21,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from llmrl.data.llm.templates import Chat
+from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.ragged.stack import stack_columns
+from llmrl.data.ragged.tensordicts import column_values, required
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import (
@@ -38,10 +41,11 @@ from llmrl.modules.llm.log_probs import (
 )
 from llmrl.modules.llm.packing import HeadPath, map_logits, reduction_dtype
 from llmrl.modules.llm.policies.columns import placeholders
-from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.modules.llm.policies.containers import LogProbs, Tokens
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.batch import TOKENS, PaddedBatch, PolicyBatch
+from llmrl.objectives.llm.batch import ASSISTANT_MASK, TOKENS, PaddedBatch, PolicyBatch
 from llmrl.objectives.llm.settings import DivergenceSettings
 from llmrl.objectives.metric import Metric
 
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm.grpo import GRPOLoss
 
 SAMPLED = ("next", "teacher_log_probs", "full")  # columns of a teacher that was asked before the step's updates
+PROMPT = ("teacher_prompt", "full")
 TOP_IDS, TOP_LOG_PROBS = ("teacher_top", "ids"), ("teacher_top", "log_probs")
 DIVERGENCE = Metric("policy/kl_teacher", "divergence from the teacher, per token", label="KL teacher")
 _AT_ONCE = 64  # tokens whose likeliest ids are found together
@@ -274,6 +279,7 @@ class TeacherTerm:
             ("teacher_top", "ids")                int32 ragged[T, K]    if estimator="topk"
             ("teacher_top", "log_probs")          float32 ragged[T, K]  likewise
             ("next", "teacher_log_probs", "full") float32 ragged[T]     if estimator="sample"; or at the root
+            ("teacher_prompt", "full")            int64 ragged[P]       with a demonstration, see `Demonstrations`
     Calls   teacher.token_scores, for ``full``: one pass without gradients in each forward pass of the loss
     Raises  ConfigError for ``full`` without a teacher
 
@@ -330,9 +336,10 @@ class TeacherTerm:
     def ask(self, td: TensorDictBase, tokens: PaddedBatch, mask_BT: Tensor) -> Tensor:
         """Log-probs [B, T] of the sampled tokens under the teacher; for ``topk`` [B, T, 2K]: ids, then log-probs."""
         if self.options.estimator == "sample":
-            arguments = (tokens.input_ids, tokens.attention_mask, mask_BT)
-            media = present(media=read_media(td))
-            return self.teacher.token_scores(*arguments, temperature=self.temperature, **media).log_probs
+            own, own_mask_BT = self._rows(td, tokens, mask_BT)
+            given = {"temperature": self.temperature, **present(media=read_media(td))}
+            scores = self.teacher.token_scores(own.input_ids, own.attention_mask, own_mask_BT, **given)
+            return scores.log_probs.new_zeros(mask_BT.shape).masked_scatter(mask_BT, scores.log_probs[own_mask_BT])
         teacher = self._read(td, tokens, mask_BT)
         logits = (teacher.logits(part_CH)[:, : self.vocabulary] for part_CH in teacher.hidden_NH.split(_AT_ONCE))
         tops = [log_softmax_(logits_CV).topk(self.options.num_likeliest) for logits_CV in logits]
@@ -347,18 +354,86 @@ class TeacherTerm:
             "ids": torch.zeros(1, 1, self.options.num_likeliest, dtype=torch.int32),
             "log_probs": torch.zeros(1, 1, self.options.num_likeliest),
         }
-        log_probs = {SAMPLED[1]: placeholders(device)["log_probs"]}
-        return {TOP_IDS[0]: TensorDict(top, batch_size=[1]).to(device), **log_probs}
+        own = {SAMPLED[1]: placeholders(device)["log_probs"], PROMPT[0]: placeholders(device)["tokens"]}
+        return {TOP_IDS[0]: TensorDict(top, batch_size=[1]).to(device), **own}
 
     def _read(self, td: TensorDictBase, tokens: PaddedBatch, mask_BT: Tensor) -> HiddenTeacher:
-        return read_teacher(self.teacher, tokens, mask_BT, self.temperature, **present(media=read_media(td)))
+        rows = self._rows(td, tokens, mask_BT)
+        return read_teacher(self.teacher, *rows, self.temperature, **present(media=read_media(td)))
+
+    def _rows(self, td: TensorDictBase, tokens: PaddedBatch, mask_BT: Tensor) -> tuple[PaddedBatch, Tensor]:
+        """What the teacher reads, and the trained tokens in it, which are those of ``mask_BT`` in the same order."""
+        if self.options.demonstration is None:
+            return tokens, mask_BT
+        begun_BT, rows, masks = tokens.column(td, ASSISTANT_MASK), [], []
+        prompts = required(td, PROMPT, tokens.reader, as_list=True)
+        for row, prompt in enumerate(prompts):
+            own = tokens.attention_mask[row].bool()
+            start = int(begun_BT[row][own].int().argmax())  # of what was sampled
+            ids, mask = tokens.input_ids[row][own][start:], mask_BT[row][own][start:]
+            prompt = prompt.to(ids)
+            rows.append(torch.cat([prompt, ids]))
+            masks.append(torch.cat([torch.zeros_like(prompt, dtype=torch.bool), mask]))
+        return PaddedBatch.from_rows(rows, reader="TeacherTerm", device=tokens.device), pad_rows(masks)
+
+
+class Demonstrations:
+    """The prompts of the data with a good answer in them, which a teacher reads in place of what the student read.
+
+    ``shown``    the messages of each prompt, and the answer to show
+    ``column``   of the rollouts' rows: the answer
+    ``text``     what follows the last user message, with the answer for {demonstration}
+    ``longest``  the number of tokens of the longest of them
+    Raises  DataError for a prompt without a message of a user
+    """
+
+    def __init__(self, renderer: Renderer, shown: Sequence[tuple[Chat, str]], *, column: str, text: str) -> None:
+        self._column = column
+        chats = [chat for chat, _ in shown]
+        longer = [with_text(chat, text.replace("{demonstration}", answer)) for chat, answer in shown]
+        made = zip(renderer.prompt_ids(chats), renderer.prompt_ids(longer), shown, strict=True)
+        self._prompts = {(_key(ids), answer): prompt for ids, prompt, (_, answer) in made}
+        self.longest = max(map(len, self._prompts.values()))
+
+    def write(self, rows: TensorDictBase) -> TensorDictBase:
+        """The rows with ("teacher_prompt", "full") int64 ragged[P].
+
+        Raises  DataError for a row whose prompt is not one of the data
+        """
+        prompts = []
+        masks, answers = rows.get(ASSISTANT_MASK, as_list=True), column_values(rows, self._column)
+        for ids, mask, answer in zip(rows.get(TOKENS, as_list=True), masks, answers, strict=True):
+            prompt = self._prompts.get((_key(ids[: int(mask.int().argmax())]), answer))
+            if prompt is None and mask.any():
+                raise DataError(
+                    "demonstration: a conversation must begin with a prompt of the data, which the teacher reads with "
+                    f"the demonstration: got one that is none of them, with {self._column} {answer!r}; an environment "
+                    "whose prompts change at each reset cannot be used."
+                )
+            prompts.append(ids[:1] if prompt is None else prompt)  # where nothing is trained, any prompt
+        return rows.copy().set(PROMPT[0], Tokens.from_rows({"full": prompts}))
+
+
+def with_text(chat: Chat, text: str) -> Chat:
+    """The messages with ``text`` behind the last one of a user."""
+    places = [place for place, message in enumerate(chat) if message["role"] == "user"]
+    if not places:
+        raise DataError(f"demonstration: a prompt must have a message of a user, which it follows: got {chat!r}.")
+    message = chat[places[-1]]
+    content = message["content"] or ""
+    content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*chat[: places[-1]], {**message, "content": content}, *chat[places[-1] + 1 :]]
+
+
+def _key(ids: Tensor) -> bytes:
+    return ids.to(torch.int32).cpu().numpy().tobytes()
 
 
 # ----------------------------------------------------------------------------------------------------- a run's teachers
 
 
 class FrozenTeacher:
-    """A teacher beside the student, or the student without its adapters, in the precision of the run's arithmetic.
+    """A teacher beside the student, or the student itself, in the precision of the run's arithmetic.
 
     ``around()`` is the block in which the model is the teacher.
     """
@@ -371,6 +446,8 @@ class FrozenTeacher:
 
     @classmethod
     def load(cls, options: DivergenceSettings, context: Context) -> FrozenTeacher:
+        if options.is_self:
+            return cls(context.actor.model, context)
         if options.is_base:
             return cls(context.actor.model, context, context.without_adapters)
         model = context.load_model(options.source).requires_grad_(False)

@@ -32,7 +32,7 @@ from llmrl.train.settings.machine import OptimSettings
 from llmrl.train.settings.model import ModelSource, TinyModelSettings
 from llmrl.train.settings.sft import SFTConfig
 from llmrl.train.tasks import Task, eval_rows, make_task, training_rows
-from llmrl.train.teacher import check_teacher, resolve_teacher
+from llmrl.train.teacher import check_teacher, read_demonstrations, resolve_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,6 +235,7 @@ def prepare_grpo(
     algorithm = make_algorithm(
         config, task, exact=config.rollout.engine == "transformers" and not session.low_precision
     )
+    algorithm.demonstrations = read_demonstrations(config, task, prompts, context)
     prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), algorithm)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 

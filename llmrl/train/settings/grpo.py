@@ -174,6 +174,9 @@ class GRPOConfig(ModelSource):
                 f"{section}.{options.TEACHER}: base is the student without its adapters, and it has none: set lora, or "
                 "name the model (./base for a folder of this name)"
             )
+        if options.demonstration is not None and (self.env.agent is not None or self.env.several_records):
+            given = "agent" if self.env.agent else "on_rewrite new_record"
+            raise ValueError(f"{section}.demonstration is for one record per conversation: got env.{given}")
         if self.grpo.observation is not None and options.estimator != "sample":
             raise ValueError(
                 f"grpo.observation is for {section}.estimator sample, or no teacher: got {options.estimator}"
