@@ -161,9 +161,9 @@ class Evaluator:
 
 
 class MixedEvaluator:
-    """The evaluators of the sources of a mix, or of sets, as one."""
+    """Several evaluators as one: of the sources of a mix, of sets, or of a task and of held-out rows."""
 
-    def __init__(self, parts: Sequence[Evaluator]):
+    def __init__(self, parts: Sequence[Evaluator | MixedEvaluator | HeldOutEvaluator]):
         self.parts = parts
 
     def run(self) -> None:
@@ -222,7 +222,7 @@ def evaluators(
     held_out: HeldOutEvaluator | None,
 ) -> Iterator[tuple[Evaluator | MixedEvaluator | HeldOutEvaluator | None, Evaluator | None]]:
     """Context with the evaluator that is reported and the one for early stopping; each is None if not configured.
-    Without an env the first is ``held_out``.
+    Without an env the first is ``held_out``, with one it has that beside it.
     """
     if config.env is None:
         yield held_out, None
@@ -234,4 +234,6 @@ def evaluators(
             rows = settings and eval_rows(config.env, settings)
             return None if rows is None else make_evaluator(session, sampler, task, rows, settings)
 
-        yield evaluator(config.eval), evaluator(config.stop_eval)
+        reported = [part for part in (evaluator(config.eval), held_out) if part is not None]
+        both = MixedEvaluator(reported) if len(reported) > 1 else next(iter(reported), None)
+        yield both, evaluator(config.stop_eval)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmrl.errors import DataError
 from llmrl.objectives.llm import DPOLoss, KTOLoss, RewardLoss, SFTLoss
 from llmrl.train.environments import is_file
 from llmrl.train.evaluation import eval_metrics
@@ -24,10 +26,10 @@ def with_held_out(
     tokenizer: PreTrainedTokenizerBase,
 ) -> TokenizedRows:
     """The rows of ``tokenize(config, tokenizer)``, with those of ``eval.dataset`` as ``held_out``. With an env
-    ``eval.dataset`` has its problems, and there are no held-out rows.
+    ``eval.dataset`` has its problems, and only ``eval.loss`` asks for held-out rows.
     """
     rows = tokenize(config, tokenizer)
-    if config.eval.dataset is not None and config.env is None:
+    if config.eval.loss if config.env is not None else config.eval.dataset is not None:
         rows.held_out = tokenize_held_out(tokenize, config, tokenizer)
     return rows
 
@@ -37,13 +39,19 @@ def tokenize_held_out(
     config: SFTConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TokenizedRows:
-    """The rows of ``eval.dataset`` (None: of ``data.path``) in the split ``eval.split``, with the columns and limits of
-    the trained ones.
+    """The rows of ``eval.dataset`` (None, or with an env: of ``data.path``) in the split ``eval.split``, with the
+    columns and limits of the trained ones.
 
-    Raises  what ``tokenize`` raises for rows that cannot be trained on
+    Raises  what ``tokenize`` raises for rows that cannot be trained on; DataError for a split of a single file
     """
     settings = config.eval
-    given = {"path": settings.dataset or config.data.path, "split": settings.split, "rows": settings.rows}
+    path = config.data.path if config.env is not None else settings.dataset or config.data.path
+    if config.env is not None and is_file(path) and not Path(path).is_dir():
+        raise DataError(
+            f"eval.loss measures the split {settings.split} of data.path: got a file, which has no splits: {path}; "
+            "name a folder or a hub dataset, or leave out env and give eval.dataset."
+        )
+    given = {"path": path, "split": settings.split, "rows": settings.rows}
     rows = tokenize(config.model_copy(update={"data": config.data.model_copy(update=given)}), tokenizer)
     rows.described = rows.source if is_file(rows.source) else f"{rows.source} {settings.split}"
     return rows

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
 from llmrl.run.metrics import read_metrics
 from tests.support.saved_models import save_tiny
 from tests.support.training_rows import worst
@@ -101,3 +102,33 @@ def test_a_resumed_dpo_run_goes_on_with_the_same_held_out_pairs(place):
     place.train("dpo", "a", eval={"dataset": "held.jsonl"})
     place.run("resume", "a", "steps=4", "eval.dataset=other.jsonl", code=3, words=["other.jsonl: a dpo run goes on"])
     place.run("resume", "a", "steps=4")
+
+
+def test_a_task_and_the_loss_on_its_examples_are_measured_together(place):
+    save_tiny("model")
+    examples = EMBEDDED_TASKS["sums"].demonstrations("test")
+    place.rows("held.jsonl", [examples[row] for row in range(8)])
+    common = {"model": "model", "data": {"path": "sums", "rows": 64}, "batch_size": 16, "optim": OPTIM}
+    both = {"env": {"name": "sums"}, "eval": {"rows": 8, "max_tokens": 4, "loss": True}}
+    place.train("sft", "both", **common, **both, words=["sums test · 8 conversations", "perplexity"])
+    place.train("sft", "alone", **common, eval={"dataset": "held.jsonl"})
+    own, alone = ([row for row in read_metrics(f"runs/{name}") if "eval/loss" in row] for name in ("both", "alone"))
+    assert [row["eval/loss"] for row in own] == [row["eval/loss"] for row in alone]
+    assert own[-1]["eval/loss"] < own[0]["eval/loss"] - 0.05
+    assert all(row["eval/sums/count"] == 8 for row in own)
+    first, second = map(json.loads, place.run("eval", "both", "--json").out.splitlines())
+    assert (first["mean"], second["loss"]) == (0, pytest.approx(own[-1]["eval/loss"], rel=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"data": {"path": "held.jsonl"}}, None, "a file, which has no splits: held.jsonl"),
+        ({"eval": {"loss": True, "split": "train"}}, 2, "eval.split train is trained on"),
+        ({"env": None}, 2, "without env, eval.dataset is measured"),
+    ],
+)
+def test_a_loss_beside_a_task_needs_another_split(place, changes, code, words):
+    place.rows("held.jsonl", CHATS)
+    settings = {"model": "tiny", "data": {"path": "sums"}, "env": {"name": "sums"}, "eval": {"loss": True}} | changes
+    place.plan("sft", code=code, words=[words], **settings)

@@ -29,6 +29,15 @@ class SFTData(Settings):
     )
 
 
+class RowsEvalSettings(EvalSettings):
+    """Evaluation of what is trained on rows."""
+
+    loss: bool = Field(
+        False,
+        description="with an env: also the loss on the rows of data.path in eval.split, the first eval.rows of them",
+    )
+
+
 class StopSettings(Settings):
     """Early stopping, once the score on a separate split is high enough."""
 
@@ -54,7 +63,7 @@ class SFTConfig(ModelSource):
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     steps: int | None = Field(None, ge=1, description="optimizer steps; null: as many as the epochs have")
     env: EnvSettings | None = Field(None, description="the task that is evaluated; null: the loss on eval.dataset")
-    eval: EvalSettings = EvalSettings()
+    eval: RowsEvalSettings = RowsEvalSettings()
     stop: StopSettings | None = Field(None, description="early stopping; null: none")
     samples: int = Field(2, ge=0, description="conversations printed with their trained tokens marked")
 
@@ -89,6 +98,11 @@ class SFTConfig(ModelSource):
             raise ValueError("env.agent is for recipes that sample, such as grpo: here leave it out")
         if self.env is not None and self.env.is_mix:
             raise ValueError("env.mix is for recipes that sample, such as grpo: here name one task")
+        if self.eval.loss and (self.env is None or self.eval.split == self.data.split):
+            wrong = (
+                f"eval.split {self.eval.split} is trained on" if self.env else "without env, eval.dataset is measured"
+            )
+            raise ValueError(f"eval.loss is the loss on rows beside the task env, of another split: {wrong}")
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
         return self
