@@ -60,7 +60,7 @@ usage: llmrl COMMAND ...
 
 {training}
   resume  RUN [section.key=value ...]      continue from a run's last complete checkpoint
-  launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
+  launch  grpo|ppo|...|resume ...          that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      evaluate a run's checkpoint
   chat    RUN|MODEL                        talk to a model, with the run's tools
   serve   RUN|MODEL                        a model behind an OpenAI-compatible server
@@ -173,7 +173,7 @@ def _train(command: str, arguments: list[str]) -> int:
         plan = recipe.loop().plan(loaded.config, runs=Path(options.runs), **elsewhere)
         print_plan(console, f"{command} (dry run)", plan)
         return DONE
-    _check_launched(loaded.config)
+    _check_launched(command, loaded.config)
     name = path.stem if path else command
     if options.resume and options.name is None:
         raise ConfigError(f"llmrl {command}  --resume continues the run named by --name: give one")
@@ -223,8 +223,8 @@ def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespa
 
 def _launch_all(arguments: list[str]) -> int:
     own = Parser(
-        "launch grpo RECIPE rollout.gpus=N [section.key=value ...] [options], or launch resume RUN [...]",
-        option("command", choices=["grpo", "resume"]),
+        "launch grpo|ppo|... RECIPE rollout.gpus=N [section.key=value ...] [options], or launch resume RUN [...]",
+        option("command", choices=[*RECIPES, "resume"], metavar="COMMAND"),
         option("--trainers", type=int, metavar="N", help="ranks that train (default: a GPU each; on a CPU 1)"),
         option("--port", type=int, default=8100, help="of the first server, the others follow (default: 8100)"),
         option("--wait", type=float, default=1800, metavar="S", help="for servers to answer (default: 1800)"),
@@ -233,21 +233,22 @@ def _launch_all(arguments: list[str]) -> int:
     options, rest = own.parse_known_args(arguments)
     if options.trainers is not None and options.trainers < 1:
         own.error(f"--trainers must be at least 1: got {options.trainers}")
-    if options.command == "grpo":
-        given, _, loaded = _read_training("grpo", rest)
+    command = options.command
+    if command != "resume":
+        given, _, loaded = _read_training(command, rest)
         if loaded is None or given.gpu:
-            own.error("--defaults and --gpu are options of llmrl grpo, which plans for rollout.gpus too")
+            own.error(f"--defaults and --gpu are options of llmrl {command}, which plans for rollout.gpus too")
         runs = Path(given.runs)
     else:
         run = RunDir.open(next((word for word in rest if "=" not in word), ""))
         changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # the earlier start's are gone
-        recipe, _, loaded = load_run(run, changes)
-        if recipe is not RECIPES["grpo"]:
-            own.error(f"needs a run of grpo: {run.path} is a run of {run.read_info()['command']}")
-        runs = run.path.parent
-    _check_early(loaded.config, runs, packages=not options.dry_run, data=options.command == "grpo")
+        _, info, loaded = load_run(run, changes)
+        command, runs = info["command"], run.path.parent
+    if not hasattr(loaded.config, "rollout"):
+        own.error(f"needs a command that samples, such as grpo: {command} trains on rows")
+    _check_early(loaded.config, runs, packages=not options.dry_run, data=options.command != "resume")
     return importlib.import_module("llmrl.commands.launch").launch(
-        RECIPES["grpo"].module,
+        RECIPES[command].module,
         loaded.config,
         [options.command, *rest],
         runs=runs,
@@ -270,13 +271,13 @@ def _check_early(config: Any, runs: Path, *, packages: bool = True, data: bool =
             early_checks.check_packages(config)
 
 
-def _check_launched(config: Any) -> None:
+def _check_launched(command: str, config: Any) -> None:
     """Raises ConfigError if engines are to run on separate GPUs but no servers were started."""
     rollout = getattr(config, "rollout", None)
     if rollout is not None and rollout.gpus and not rollout.servers:
         raise ConfigError(
             f"rollout.gpus {rollout.gpus}  needs llmrl launch, which starts the engines\n"
-            "did you mean  llmrl launch grpo ...?"
+            f"did you mean  llmrl launch {command} ...?"
         )
 
 
@@ -287,7 +288,7 @@ def _resume(arguments: list[str]) -> int:
     with _lock(run), _error_file(run):
         recipe, info, loaded = load_run(run, options.overrides)
         _check_fixed(run, loaded.config)
-        _check_launched(loaded.config)
+        _check_launched("resume", loaded.config)
         _check_early(loaded.config, run.path.parent, data=False)
         resume = latest_checkpoint(run.path) is not None
         if not resume:

@@ -86,6 +86,14 @@ def test_the_command_of_a_server_is_one_that_vllm_reads():
     assert (read.logprobs_mode, read.worker_extension_cls) == ("processed_logprobs", EXTENSION)
 
 
+@pytest.mark.vllm
+def test_any_command_that_samples_is_launched(place):
+    recipe = place.recipe("critic", "grpo", rollout=ROLLOUT)
+    planned = place.run("launch", "ppo", recipe, "--dry-run", "--trainers", "1").out
+    assert "llmrl.commands.cli ppo critic" in planned
+    assert "critic" in planned.partition("-m llmrl")[0], "its own plan"
+
+
 # --- what is refused, and how a part ends
 
 
@@ -95,6 +103,10 @@ def test_engines_on_gpus_of_their_own_need_the_launcher(place, monkeypatch):
     place.run(*launch[1:], code=2, words=["did you mean  llmrl launch grpo"])
     place.run(*launch, "rollout.gpus=0", code=2, words=["rollout.gpus=N"])
     place.run(*launch, "rollout.servers=[http://a:1]", code=2, words=["leave out rollout.servers"])
+    place.run(
+        "launch", "sft", "sums_sft", code=2, words=["needs a command that samples, such as grpo: sft trains on rows"]
+    )
+    place.run("launch", "grop", code=2, words=["grop"])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
