@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from llmrl.run.console import format_duration, print_summary, warn
 from llmrl.train.settings.model import ModelSource
 
 _MODEL = "llmrl"  # the name by which they ask for it
+_SILENT_S = 3600.0  # without a request; a download of data comes first
 _AT_ONCE = 256  # requests that the server answers at the same time
 _SUITES = {"lm_eval": ("lm_eval", "lm-eval[api]"), "inspect": ("inspect_ai", "inspect-ai openai")}  # module, for pip
 
@@ -54,7 +56,7 @@ def evaluate_suites(
             names = (run_dir / "suites" / f"{kind}-{number}" for number in count(1))
             folder = next(name for name in names if not name.exists())
             folder.mkdir(parents=True)
-            _call(kind, words, f"{endpoint.url}/v1", most, folder)
+            _call(kind, words, f"{endpoint.url}/v1", most, folder, requests=lambda: endpoint.counters["requests"])
             found = list(_results(kind, folder))
             refused = (endpoint.counters - before)["refused"]
             if not found:
@@ -92,8 +94,10 @@ def _read(suite: str) -> tuple[str, list[str]]:
     return kind, words
 
 
-def _call(kind: str, words: Sequence[str], url: str, most: int, folder: Path) -> None:
-    """Runs the program; what it prints goes to stderr. Raises RolloutError if it fails."""
+def _call(kind: str, words: Sequence[str], url: str, most: int, folder: Path, *, requests: Callable[[], int]) -> None:
+    """Runs the program; what it prints goes to stderr. Raises RolloutError if it fails, or asks nothing for too long:
+    ``requests`` counts what it has asked.
+    """
     command = [sys.executable, "-m", _SUITES[kind][0]]
     if kind == "lm_eval":
         model = f"model={_MODEL},base_url={url}/chat/completions,num_concurrent={most},timeout=3600"
@@ -104,11 +108,22 @@ def _call(kind: str, words: Sequence[str], url: str, most: int, folder: Path) ->
         command += ["--log-dir", str(folder), "--log-format", "json", *words[1:]]
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "any"}
     process = subprocess.Popen(command, stdout=2, env=environment, start_new_session=True)
+    asked, last = requests(), time.monotonic()
     try:
-        process.wait()
+        while process.poll() is None and time.monotonic() - last < _SILENT_S:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(1.0, _SILENT_S))
+            if requests() != asked:
+                asked, last = requests(), time.monotonic()
+        is_silent = process.poll() is None
     finally:
         signal_group(process.pid, signal.SIGKILL)  # also what it has left behind
         process.wait()
+    if is_silent:
+        raise RolloutError(
+            f"llmrl eval: {shlex.join([kind, *words])} must ask the model or end: for {_SILENT_S:g} s it did neither; "
+            "its output says what it waits for."
+        )
     if process.returncode:
         raise RolloutError(
             f"llmrl eval: {shlex.join([kind, *words])} must end without an error: it ended with {process.returncode}, "

@@ -85,7 +85,7 @@ folder = pathlib.Path(words[words.index("--log-dir") + 1])
 """
 
 
-def test_suites_of_other_programs_ask_the_server_of_the_run(place):
+def test_suites_of_other_programs_ask_the_server_of_the_run(place, monkeypatch):
     place.train("sft", "taught", steps=1)
     wrong = [
         (["lm:x"], ["lm_eval:TASK or inspect:FILE: got 'lm:x'"]),
@@ -112,3 +112,6 @@ def test_suites_of_other_programs_ask_the_server_of_the_run(place):
     )
     for name, said in (("broken", "it ended with 1"), ("ends", "must end with success: out of cheese")):
         place.run("eval", "taught", "--suite", f"inspect:{name}.py", code=4, words=[said])
+    place.module("lm_eval", "import time; time.sleep(600)")
+    monkeypatch.setattr("llmrl.commands.suites._SILENT_S", 0.5)
+    place.run("eval", "taught", "--suite", "lm_eval:gsm8k", code=4, words=["lm_eval gsm8k must ask the model or end"])
