@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -32,13 +35,29 @@ _USABLE = 0.985  # share of the nominal size of a GPU
 
 @dataclass(frozen=True)
 class GPU:
-    """``count`` GPUs of ``bytes`` each; ``flops`` is the peak per second of one, None if unknown."""
+    """``count`` GPUs of ``bytes`` each; ``flops`` is the peak per second of one, None if unknown; ``host`` the bytes of
+    the machine's memory for each, None if unknown.
+    """
 
     name: str
     bytes: float
     count: int = 1
     flops: float | None = None
     bfloat16: bool = True
+    host: float | None = None
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory for each GPU; if unknown, three times that of the GPU, as machines for training have it."""
+        return self.host or 3 * self.bytes
+
+
+def host_memory() -> float:
+    """Bytes of this machine's memory, or of what its container may use."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):  # "max": no limit
+        memory = min(memory, float(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
 
 
 def parse_gpu(text: str) -> GPU:
@@ -80,4 +99,6 @@ def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
     labels = [label for label in _GPUS if label.partition("-")[0] in words]
     label = min(labels, key=lambda label: abs(_GPUS[label][0] * _GIB - memory), default=None)  # A100s have two sizes
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)
+    host = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    found = _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)
+    return replace(found, host=host)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from llmrl.errors import ConfigError
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import parse_gpu
 from llmrl.train.models import loading as models
-from llmrl.train.planning.memory import plan_memory, remedies, with_changes
+from llmrl.train.models.shape import model_shape
+from llmrl.train.planning.memory import memory_rows, plan_memory, remedies, with_changes
 from llmrl.train.updater import make_updater
 from llmrl.weight_update.groups import weight_groups
 from scripts.memory_table import shape_of
@@ -117,6 +122,34 @@ def test_the_plan_counts_offloaded_parameters_in_host_memory():
     assert moved.host == sum(kept.training[name] for name in names) == 20 * shape.parameters / 8
     assert moved.training["weights in use"] == kept.training["weights in use"] > 0
     assert (kept.host, moved.resident) == (0, 0)
+
+
+@pytest.mark.parametrize("changes", [{"memory.offload": "parameters"}, {"optim.name": "adamw_offload"}])
+def test_what_is_offloaded_must_fit_in_host_memory(changes):
+    """20 and 8 bytes per parameter, and 8 GPUs."""
+    settings = with_changes(config(model="x", parallel={"mode": "fsdp2"}, grpo={"kl": 0.1}), changes)
+    shape, gpu = shape_of("32B"), parse_gpu("H200:8")
+    needed = (20 if "memory.offload" in changes else 8) * shape.parameters / 8
+    with Session(config()) as session:
+        rows = memory_rows(settings, shape, session, replace(gpu, host=needed / 0.9 + 1))
+        assert f"{needed / 2**30:.1f} GiB of " in rows[0][1]
+        words = rf"host memory, [\d.]+ GiB: needs {needed / 2**30:.1f} GiB"
+        with pytest.raises(ConfigError, match=words):
+            memory_rows(settings, shape, session, replace(gpu, host=needed / 0.9 - 1))
+
+
+def test_ranks_that_do_not_divide_the_experts_hold_what_the_plan_says():
+    """Of 4 experts over 3 ranks the first has two."""
+    model = tiny_model(architecture="qwen3_moe", hidden_size=32, heads=2)
+    shape = model_shape(model)
+    with Session(config(parallel={"mode": "fsdp2"})) as session:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+        session.mesh = init_device_mesh("cpu", (3,))
+        session.shard(model)
+        held = sum(parameter.to_local().numel() for parameter in model.parameters())
+        dist.destroy_process_group()
+    assert held == pytest.approx(shape.on_a_rank(3) * shape.parameters)
+    assert held > 1.2 * shape.parameters / 3
 
 
 def test_offloading_is_named_where_it_makes_a_run_fit():

@@ -11,7 +11,7 @@ Letters: H hidden size, Q and K the widths of queries and of keys, I the inner w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -45,6 +45,8 @@ class ModelShape:
                        that are tied, the output layer has none of its own
     ``heads``          numbers of attention heads: for queries, and for keys and values
     ``keeps_scores``   True if that is also the case for a single row, which needs no mask
+    ``rows``           parameters of all weights with that number of rows
+    ``largest_weight`` parameters of the largest weight
     ``splits``         True if sequences can be split over ranks that share the heads
     ``cached``         values that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
@@ -70,6 +72,15 @@ class ModelShape:
     splits: bool = False
     frozen_products: int = 0
     matrices: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
+    largest_weight: int = 0
+
+    def on_a_rank(self, ranks: int) -> float:
+        """The share of the parameters on the fullest of ``ranks`` that shard them: FSDP2 cuts a weight by its rows, and
+        128 experts over 56 ranks are 3 for most of them and none for some.
+        """
+        held = sum(size / rows * -(-rows // ranks) for rows, size in self.rows.items())
+        return held / sum(self.rows.values())
 
     def activations(self, tokens: float, arithmetic: Arithmetic, *, length: int, checkpointing: bool) -> float:
         """Bytes kept for the backward pass of ``tokens`` tokens in rows padded to ``length``, without the logits."""
@@ -126,6 +137,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         multiplied=sum(_multiplied(block, config) for block in blocks),
         frozen_products=sum(_multiplied(block, config, frozen=True) for block in blocks),
         largest_block=max(numbers, default=0),
+        rows=_rows(model),
+        largest_weight=max(weight.numel() for weight in model.parameters()),
         matrices=sum(weight.numel() for weight in block_matrices(model)),
         outer=_numel(model) - sum(numbers),
         num_blocks=len(blocks),
@@ -155,6 +168,14 @@ _BYTES: dict[Arithmetic, tuple[int, int]] = {  # bytes per value between layers,
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _rows(model: nn.Module) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for weight in model.parameters():
+        rows = len(weight) if weight.ndim else 1
+        found[rows] = found.get(rows, 0) + weight.numel()
+    return found
 
 
 def _linears(blocks: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:

@@ -20,9 +20,9 @@ from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.routers import why_not_replayed
 from llmrl.modules.llm.vision import vision_tower
 from llmrl.train.data.lengths import RowLengths
-from llmrl.train.gpus import GPU
+from llmrl.train.gpus import GPU, host_memory
 from llmrl.train.models.shape import model_shape
-from llmrl.train.planning.memory import engine_share, longest_row, trainer_gpus
+from llmrl.train.planning.memory import can_spread, engine_share, longest_row, trainer_gpus
 from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings.grpo import GRPOConfig
 
@@ -48,6 +48,7 @@ class Gpus:
     ranks: int = 1
     rank: int = 0
     name: str = "GPU"
+    host: float | None = None  # bytes of the machine's memory for each rank
 
     @classmethod
     def of(cls, session: Session) -> Gpus:
@@ -56,7 +57,8 @@ class Gpus:
             return cls()
         found = torch.cuda.get_device_properties(session.device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cls(torch.cuda.device_count(), found.total_memory, ranks, session.device.index or 0, found.name)
+        own = session.device.index or 0
+        return cls(torch.cuda.device_count(), found.total_memory, ranks, own, found.name, host_memory() / ranks)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def plan_engine(
     low, ranks, gpus = session.low_precision, session.world_size, Gpus.of(session)
     if gpu is not None:
         low, ranks = config.in_bfloat16(gpu.bfloat16), trainer_gpus(config, gpu).count
-        gpus = Gpus(gpu.count, int(gpu.bytes), ranks, name=gpu.name)
+        gpus = Gpus(gpu.count, int(gpu.bytes), ranks, name=gpu.name, host=gpu.host)
     dtype = torch.bfloat16 if low else torch.float32
     given = {"world_size": ranks, "longest_evaluated": longest, "lengths": lengths}
     plan = make_engine_plan(config, gpus, model, dtype=dtype, **given)
@@ -209,15 +211,14 @@ def make_engine_plan(
         options |= _batch_limits(config, gpus, apart or rollout.ray_engines, world_size) | rollout.options
         return EnginePlan(length=length, options=options, apart=apart)
     devices = _place(rollout.tensor_parallel, gpus)
-    overlaps = bool(rollout.max_staleness or rollout.oversample or rollout.concurrency)
     own_process = rollout.own_process
     if own_process is None:
         # In this process nothing overlaps, there is one GPU, and with several ranks there is a process group already.
-        own_process = overlaps or world_size > 1 or len(devices) > 1
+        own_process = rollout.overlaps or world_size > 1 or len(devices) > 1
     sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:
         shape = model_shape(model)
-        gpu = GPU(gpus.name, gpus.bytes, world_size, bfloat16=dtype == torch.bfloat16)
+        gpu = GPU(gpus.name, gpus.bytes, world_size, bfloat16=dtype == torch.bfloat16, host=gpus.host)
         most = engine_share(config, shape, gpu, lengths)
         share = most if rollout.gpu_memory is None else rollout.gpu_memory
         if share > most:
@@ -326,7 +327,7 @@ def free_gpus(session: Session) -> AbstractContextManager[None]:
 def _check_heads(parts: int, sizes: PretrainedConfig) -> None:
     heads = sizes.num_attention_heads
     kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
-    if heads % parts or (kv_heads % parts and parts % kv_heads):
+    if not can_spread((heads, kv_heads), parts):
         raise ConfigError(
             f"rollout.tensor_parallel: must divide the model's {heads} attention heads and {kv_heads} key/value heads: "
             f"got {parts}."

@@ -27,7 +27,7 @@ from llmrl.train.models.lora import num_trained, saved_modules
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.settings.algorithms import PPOConfig
 from llmrl.train.settings.grpo import GRPOConfig
-from llmrl.train.settings.machine import LoraSettings
+from llmrl.train.settings.machine import LoraSettings, OptimSettings
 from llmrl.train.settings.model import ModelSource
 from llmrl.train.settings.preferences import RewardConfig
 from llmrl.train.settings.rollout import RolloutSettings
@@ -42,6 +42,9 @@ _GIB = 2**30
 _RESERVE_GIB, _RESERVE_SHARE = 1.0, 0.04  # the driver, NCCL and libraries; what the allocator cannot use
 _CPU_SHARE = 0.3  # of activations: what the C library's allocator holds beyond them
 _ENGINE_GIB = 1.5  # vLLM's workspace, besides weights and cache
+_CONTEXT_GIB = 0.5  # of CUDA, in a process besides the trainer's
+_BUFFER = 2**28  # least bytes of the buffer through which weights go to an engine in another process
+_HOST_SHARE = 0.9  # of a machine's memory: the rest is the system's
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class MemoryPlan:
     ``resident``   the part of ``training`` that stays while the engine samples
     ``sampling``   of the engine; added to ``training``, unless the engine ``sleeps`` during updates
     ``reserve``    driver, libraries, and what the allocator cannot use
-    ``host``       in host memory per GPU, if parameters are offloaded
+    ``host``       in host memory per GPU: what is offloaded
     """
 
     training: dict[str, float]
@@ -99,30 +102,42 @@ def plan_memory(
         # Trained embeddings are float32, so values between the layers are too.
         arithmetic = "bfloat16" if checkpointing and not config.lora.modules_to_save else "autocast"
     ranks = num_gpus // config.parallel.replicas if sharded else 1
+    share = shape.on_a_rank(ranks)  # of what is sharded
     # Master weights, gradients and moments are float32 in every precision of arithmetic: 4 bytes each.
     whole = 4.0 * shape.parameters
-    trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
-    held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
+    trained, part = 4.0 * num_trained(config, shape), 1.0 if config.lora else share  # each rank has all adapters
+    held = trained + _frozen(config, shape, low_precision) * share if config.lora else whole * share
     grpo = config if isinstance(config, GRPOConfig) else None
     muon = 2.0 - shape.matrices / shape.parameters  # one moment for each matrix
-    moments = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0, "muon": muon}  # per byte of a weight
-    stays = {"weights": held, "optimizer": moments[config.optim.name] * trained / parts}
+    moved = 2.0 if capacity is None else 0.0
+    moments = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": moved, "muon": muon}  # per byte of a weight
+    stays = {"weights": held, "optimizer": moments[config.optim.name] * trained * part}
     if isinstance(config, PPOConfig):  # counted as large as the policy; they are never trained at the same time
-        stays["critic"] = held + moments[config.ppo.critic_optim.name] * trained / parts
+        stays["critic"] = held + moments[config.ppo.critic_optim.name] * trained * part
     if grpo and grpo.grpo.kl and not config.lora:  # with lora the reference is the model without its adapters
-        stays["reference"] = whole / ranks
+        stays["reference"] = whole * share
     elif grpo and grpo.grpo.kl and start_adapter(config.model):  # those it began with, and a copy of its own
         stays["reference"] = 2 * trained
     if grpo and grpo.teacher and grpo.teacher.is_loaded:
         stays["teacher"] = (2.0 if low_precision else 4.0) * _num_weights(grpo.teacher.source) / ranks
-    gradients, host = trained / parts, 0.0
+    rollout = grpo.rollout if grpo else RolloutSettings()
+    apart = num_gpus > 1 or rollout.own_process or rollout.overlaps or rollout.tensor_parallel > 1
+    if capacity is not None and rollout.engine == "vllm" and not rollout.elsewhere and apart:
+        buffer = max(_BUFFER, (2.0 if low_precision else 4.0) * shape.largest_weight)
+        stays["engine's process"] = _CONTEXT_GIB * _GIB + buffer
+    gradients = trained * part
+    on_host = [optim for optim in _optimizers(config) if optim.name == "adamw_offload"] if capacity is not None else []
+    host = 2 * trained * part * len(on_host)
     if sharded and config.memory.offload == "parameters" and capacity is not None:
-        host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
+        device = {name: size for name, size in stays.items() if name == "engine's process"}
+        host += sum(stays.values()) - sum(device.values()) + gradients
+        gradients, stays = 0.0, dict.fromkeys(stays, 0.0) | device
     if num_gpus > 1 and not sharded:
         stays["DDP's buckets"] = trained * (2 if isinstance(config, PPOConfig) else 1)
-    rollout = grpo.rollout if grpo else RolloutSettings()
     # Transformers samples with the trainer's weights, and frees its cache after each batch.
     sleeps = rollout.engine != "vllm" or (rollout.sleep is not False and not rollout.max_staleness)
+    if config.memory.offload == "activations" and capacity is not None:
+        host += _offloaded(config, shape, arithmetic, num_gpus, lengths)
     training = stays | {
         "gradients": gradients,
         "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
@@ -138,6 +153,10 @@ def plan_memory(
         checkpointing=checkpointing,
         host=host,
     )
+
+
+def _optimizers(config: ModelSource) -> list[OptimSettings]:
+    return [config.optim, *([config.ppo.critic_optim] if isinstance(config, PPOConfig) else [])]
 
 
 @cache
@@ -201,16 +220,30 @@ def _activations(
     lengths: RowLengths,
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, plus gradients in flight through one layer."""
-    split = config.parallel.context if num_gpus > 1 else 1
-    rows = _rows(config, num_gpus // split)
-    rows = -(-rows // config.updates_per_step) if isinstance(config, GRPOConfig) else rows
-    most, has_mask = lengths.most_at_once(rows, config.tokens_per_microbatch, config.packing)
-    tokens, length = most / split, lengths.longest if has_mask or shape.keeps_scores else 0
+    tokens, has_mask = _tokens(config, num_gpus, lengths)
+    length = lengths.longest if has_mask or shape.keeps_scores else 0
     layer = shape.largest_block_keeps(tokens, arithmetic, length=length)
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
         return passing + tokens * shape.kept_after[arithmetic]
     return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing)
+
+
+def _tokens(config: ModelSource, num_gpus: int, lengths: RowLengths) -> tuple[float, bool]:
+    """Tokens of a rank's largest micro-batch, and whether it has a mask."""
+    split = config.parallel.context if num_gpus > 1 else 1
+    rows = _rows(config, num_gpus // split)
+    rows = -(-rows // config.updates_per_step) if isinstance(config, GRPOConfig) else rows
+    most, has_mask = lengths.most_at_once(rows, config.tokens_per_microbatch, config.packing)
+    return most / split, has_mask
+
+
+def _offloaded(
+    config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, num_gpus: int, lengths: RowLengths
+) -> float:
+    """Bytes of the inputs of all decoder layers, which wait in host memory."""
+    width = 2 if arithmetic == "bfloat16" else 4
+    return _tokens(config, num_gpus, lengths)[0] * shape.num_blocks * width * shape.hidden
 
 
 def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:
@@ -221,16 +254,18 @@ def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> floa
 
 
 def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, sharded: bool) -> float:
-    """Autocast's copies of all weights; with FSDP2 two gathered layers and the outermost parameters, with gradients.
+    """Autocast's copies of all weights; with FSDP2 two gathered layers and the outermost parameters, with gradients,
+    and its buffers: of a layer being gathered, and of a layer's float32 gradients being added up over the ranks.
     Frozen weights below adapters have no copies and no gradients; 4-bit layers are dequantized one at a time.
     """
     if config.lora:
-        blocks = 2 * shape.largest_block + shape.outer if sharded else shape.largest_block
+        blocks = 3 * shape.largest_block + shape.outer if sharded else shape.largest_block
         return (4 if arithmetic == "float32" else 2) * blocks if sharded or config.lora.quantize else 0.0
     if not sharded:
         return 2.0 * shape.parameters if arithmetic == "autocast" else 0.0
     width = 4 if arithmetic == "float32" else 2
-    return width * (2 * shape.largest_block + shape.outer) + (width + 4) * (shape.largest_block + shape.outer)
+    gathered, gradients = 3 * shape.largest_block + shape.outer, shape.largest_block + shape.outer
+    return width * gathered + (width + 4) * gradients + 4 * shape.largest_block
 
 
 def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, on_gpu: bool) -> float:
@@ -296,6 +331,16 @@ def uses_checkpointing(
     return session.any(_plan_on(config, model_shape(model), gpu, lengths, session.world_size).checkpointing)
 
 
+def can_spread(heads: tuple[int, int], parts: int) -> bool:
+    """True if vLLM can spread an engine over ``parts`` GPUs: it repeats key/value heads that are fewer."""
+    queries, keys = heads
+    return not queries % parts and (not keys % parts or not parts % keys)
+
+
+def _fits(plan: MemoryPlan, gpu: GPU) -> bool:
+    return plan.peak <= gpu.bytes and plan.host <= _HOST_SHARE * gpu.host_bytes
+
+
 # --- what would make it fit -------------------------------------------------------------------------------------------
 
 
@@ -331,7 +376,7 @@ def _remedies_apart(
             changes |= {"rollout.tensor_parallel": parts} if parts > 1 else {}
             changes |= _even_prompts(config, trainers.count)
             changed = with_changes(config, changes)
-            even = not num_engines % parts and not any(heads % parts for heads in shape.heads)
+            even = not num_engines % parts and can_spread(shape.heads, parts)
             if even and sum(_engine_apart(changed, shape, gpu).values()) <= gpu.bytes:
                 if (here := _remedies_here(changed, shape, trainers, lengths)) is not None:
                     return changes | here
@@ -385,7 +430,7 @@ def _remedies_here(
         refused |= (mode, optimizer) == ("fsdp2", "adamw_8bit") and changed.lora is None
         needs_split = changed.tokens_per_microbatch <= longest
         refused |= "parallel.context" in changes and not needs_split
-        return not refused and _plan_on(changed, shape, gpu, lengths).peak <= gpu.bytes
+        return not refused and _fits(_plan_on(changed, shape, gpu, lengths), gpu)
 
     # The search tries hundreds of combinations, so first check that all savings together suffice. The two strongest
     # exclude each other: parameters in host memory need plain AdamW, which then computes there.
@@ -441,7 +486,7 @@ def memory_rows(
     if gpu or count > 1:
         config.parallel.check_count(count)
     plan = _plan_on(config, shape, gpu, lengths, count)
-    if gpu and plan.peak > gpu.bytes:
+    if gpu and not _fits(plan, gpu):
         raise ConfigError(_does_not_fit(config, shape, plan, gpu, lengths))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count
     place = f"CPU, {_gib(memory)} GiB of RAM" + " for each process" * (count > 1)
@@ -451,7 +496,9 @@ def memory_rows(
     if config.memory.offload == "parameters" and count == 1:
         raise ConfigError("memory.offload=parameters needs several processes, which share the parameters: got 1")
     if plan.host:
-        kept += f" · {_gib(plan.host)} GiB of host memory for each"
+        assumed = "" if gpu is None or gpu.host else ", assumed"
+        there = f" of {_gib(gpu.host_bytes)}{assumed}" if gpu else ""
+        kept += f" · {_gib(plan.host)} GiB{there} of host memory for each"
     rows = [("memory", f"needs {_gib(plan.peak)} GiB{_assumed(config)} · {place} · {kept}"), ("", _causes(plan))]
     if not gpu and plan.peak > memory:
         rows.append(("", f"DOES NOT FIT in {_gib(memory)} GiB; {_on_cpu(config, shape, memory, lengths, count)}"))
@@ -487,6 +534,12 @@ def _does_not_fit(
 ) -> str:
     changes = remedies(config, shape, gpu, lengths)
     words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu, lengths)
+    if plan.peak <= gpu.bytes:
+        size = f"{_gib(gpu.host_bytes)} GiB{'' if gpu.host else ' (assumed: three times that of the GPU)'}"
+        return (
+            f"memory: what is offloaded must fit in nine tenths of each GPU's part of the host memory, {size}: needs "
+            f"{_gib(plan.host)} GiB; {words}."
+        )
     return (
         f"memory: the run must fit on {gpu.count} x {gpu.name} of {_gib(gpu.bytes)} GiB: needs {_gib(plan.peak)} GiB "
         f"on each{_assumed(config)} ({_causes(plan)}); {words}."

@@ -96,6 +96,11 @@ class RolloutSettings(Settings):
         return bool(self.servers or self.gpus or self.ray)
 
     @property
+    def overlaps(self) -> bool:
+        """True if conversations advance at the same time as others, or as the trainer; a process of its own does it."""
+        return bool(self.max_staleness or self.oversample or self.concurrency)
+
+    @property
     def own_engine(self) -> tuple[str, dict[str, Any]] | None:
         """The name and options of the user's function that makes the engine; None for one of llmrl's."""
         return None if self.engine in ENGINES else named(self.engine, "engine")
