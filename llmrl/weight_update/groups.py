@@ -6,8 +6,8 @@ If parameters are sharded (FSDP2) each group is gathered when it is requested, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from llmrl.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class LazyWeight:
+class LazyWeight(NamedTuple):
     """A weight that is built on demand: every call of ``make`` returns it."""
 
     dtype: torch.dtype
@@ -63,6 +62,11 @@ class WeightGroups:
             size += weight.num_bytes
         if group:
             yield group
+
+    @torch.no_grad()
+    def built(self) -> dict[str, Tensor]:
+        """All weights at once."""
+        return {name: weight.make() for name, weight in self.weights.items()}
 
     def drain(self) -> None:
         """Takes part in the collectives of the rank that uses the weights."""

@@ -38,17 +38,18 @@ class Payload:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """Views of the memory, by name."""
-        found = {}
+        found, typed = {}, {}
         for name, (dtype, shape, offset) in self.layout.items():
-            end = offset + shape.numel() * dtype.itemsize
-            found[name] = self.memory[offset:end].view(dtype).view(shape)
+            if dtype not in typed:  # one view of all memory for each dtype: fewer calls than one for each tensor
+                typed[dtype] = self.memory.view(dtype)
+            found[name] = typed[dtype].narrow(0, offset // dtype.itemsize, shape.numel()).view(shape)
         return found
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Copies tensors that have this layout into the memory."""
-        for name, place in self.weights.items():
-            place.copy_(weights[name])
+        if places := self.weights:
+            torch._foreach_copy_(list(places.values()), [weights[name] for name in places])
 
 
 def layout_of(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:
@@ -59,7 +60,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:
         if not isinstance(tensor, Tensor):
             raise WeightSyncError(f"weights: {name!r} must be a tensor: got {type(tensor).__name__}. Nothing was sent.")
         layout[name] = (tensor.dtype, tensor.shape, size)
-        size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return layout, size
 
 

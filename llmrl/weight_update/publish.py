@@ -108,7 +108,7 @@ def as_taken(weights: Weights, engine: WeightTarget) -> Weights:
         return {name: tensor for name, tensor in weights.items() if name not in unsaved}
     if getattr(engine, "takes_groups", False):
         return weights
-    return {name: tensor for group in weights for name, tensor in group.items()}
+    return weights.built()
 
 
 class EngineInterfaceError(ConfigError, TypeError):

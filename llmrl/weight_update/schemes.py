@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
-from llmrl.weight_update.publish import as_taken, as_weights, publish
+from llmrl.weight_update.publish import as_weights, publish
 from llmrl.weight_update.target import ModelTarget, resolve
 from llmrl.weight_update.transports import (
     CallTransport,
@@ -83,7 +83,7 @@ class WeightSyncScheme(ABC):
             weights = resolve(context, weights or model_id)
         weights = as_weights(weights)
         if isinstance(weights, WeightGroups):
-            weights = {name: tensor for group in weights for name, tensor in group.items()}
+            weights = weights.built()
         if not isinstance(weights, Mapping):
             raise ConfigError(
                 f"{type(self).__name__}: weights are a module, a TensorDict or named tensors: got "
@@ -185,9 +185,8 @@ class WeightSender:
             model if weights is None else weights, self.model_id, self.scheme.strategy, context
         )
         if isinstance(model, nn.Module) and weights is not None and weights is not model:
-            target = ModelTarget(model)
-            named = as_taken(named, target)
-            target.check(named)
+            own = ModelTarget(model).check(named)
+            named = {name: tensor for name, tensor in named.items() if name in own}
         return named
 
     @property

@@ -34,24 +34,16 @@ class ModelTarget:
     def __init__(self, model: nn.Module | TensorDictBase | Mapping[str, Tensor], *, adopts: bool = False) -> None:
         self.model, self.version, self._adopts = model, 0, adopts
 
-    @property
-    def unsaved_buffers(self) -> frozenset[str]:
-        """Names of buffers outside the ``state_dict``."""
-        if not isinstance(self.model, nn.Module):
-            return frozenset()
-        names = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        return frozenset(names - self.model.state_dict(keep_vars=True).keys()) if names else frozenset()
-
     def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's tensors by name. Raises WeightSyncError if ``weights`` do not fit them."""
         own, who = self._tensors(), type(self.model).__name__
         for name in weights:
-            if name not in own:
+            if name not in own and not self._is_buffer(name):
                 raise WeightSyncError(
                     f"{who}: no weight is called {name!r}{did_you_mean(name, own)} Nothing was written."
                 )
         # All checks come before the first write: a model must not be left half updated.
-        given = {id(own[name]) for name in weights}
+        given = {id(own[name]) for name in weights.keys() & own.keys()}
         for name, tensor in own.items():
             if name not in weights:
                 if id(tensor) in given:
@@ -71,8 +63,10 @@ class ModelTarget:
         """Writes all weights, or raises WeightSyncError and writes none."""
         if weights is not None:
             own = self.check(weights)
+            places, values = [], []
             for name, new in weights.items():
-                old = own[name]
+                if (old := own.get(name)) is None:
+                    continue  # a buffer that the state_dict omits
                 if (
                     self._adopts
                     and isinstance(old, nn.Parameter)
@@ -80,8 +74,14 @@ class ModelTarget:
                 ):
                     old.data = new  # keeps the Parameter object, which optimizers and wrappers refer to
                 else:
-                    old.copy_(new)
+                    places.append(old)
+                    values.append(new)
+            if places:
+                torch._foreach_copy_(places, values)  # one call: there may be thousands
         self.version = version
+
+    def _is_buffer(self, name: str) -> bool:
+        return isinstance(self.model, nn.Module) and name in dict(self.model.named_buffers(remove_duplicate=False))
 
     def _tensors(self) -> dict[str, Tensor]:
         if isinstance(self.model, nn.Module):

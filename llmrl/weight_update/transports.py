@@ -209,14 +209,16 @@ class MPTransport(PipeTransport):
 
     def __init__(self, pipe_connection: Any, timeout: float = 10.0, *, strategy: str = "state_dict") -> None:
         super().__init__(pipe_connection, timeout=timeout, strategy=strategy)
+        self._received = Payload(0, {}, torch.empty(0, dtype=torch.uint8))  # its memory is used again for each version
 
     def send(self, model_id: str, payload: Payload) -> None:
         header = pickle.dumps((_MARK, model_id, payload.version, payload.layout, payload.memory.numel()))
         self.post(header, payload.memory)
 
     def read(self, version: int, layout: Any, size: int) -> Payload:
-        memory = torch.empty(size, dtype=torch.uint8)
-        data, start, deadline = memoryview(memory.numpy()), 0, time.monotonic() + self.timeout
+        if layout != self._received.layout:
+            self._received = Payload(version, layout, torch.empty(size, dtype=torch.uint8))
+        data, start, deadline = memoryview(self._received.memory.numpy()), 0, time.monotonic() + self.timeout
         while start < size:
             if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise DeadlineError(
@@ -224,7 +226,8 @@ class MPTransport(PipeTransport):
                     "bytes; the sender is stopped or the machine is busy."
                 )
             start += self.pipe.recv_bytes_into(data[start:])
-        return Payload(version, layout, memory)
+        self._received.version = version
+        return self._received
 
 
 class SharedMemTransport(PipeTransport):

@@ -2,8 +2,9 @@
 
     python scripts/bench/bench_sync.py [--parameters 100_000_000] [--tensors 300] [--repeats 8]
 
-Shared memory is compared with one copy of the same tensors inside this process; a pipe, with 10^6 parameters, with a
-hand-written pipe: one buffer of bytes that the worker copies into its tensors before it answers.
+Shared memory is compared with one copy of the same tensors inside this process. With a hundredth of the parameters,
+where the number of tensors counts, shared memory and pipe are compared with the same written by hand: one buffer, in
+shared memory or sent as bytes, that the worker copies into its tensors before it answers.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ def scheme_worker(scheme: WeightSyncScheme, theirs: Connection, parameters: int,
         receiver.receive(timeout=60)
 
 
-def by_hand_worker(theirs: Connection, parameters: int, tensors: int) -> None:
+def by_hand_worker(theirs: Connection, block: Tensor, parameters: int, tensors: int) -> None:
+    """``block`` float32[N] is the shared memory; of no elements if the weights arrive through the pipe."""
     torch.set_num_threads(1)
-    model = model_of(parameters, tensors)
+    own = [tensor.data for tensor in model_of(parameters, tensors).values()]
+    memory = block if len(block) else torch.empty(sum(tensor.numel() for tensor in own))
+    places, data = memory.split([tensor.numel() for tensor in own]), memoryview(memory.numpy()).cast("B")
     while True:
-        memory, start = torch.frombuffer(bytearray(theirs.recv_bytes()), dtype=torch.float32), 0
-        for tensor in model.values():
-            tensor.data.copy_(memory[start : start + tensor.numel()])
-            start += tensor.numel()
+        if len(block):
+            theirs.recv_bytes()
+        else:
+            theirs.recv_bytes_into(data)
+        torch._foreach_copy_(own, places)
         theirs.send_bytes(b"done")
 
 
@@ -67,35 +72,45 @@ def scheme_update(scheme: WeightSyncScheme, weights: dict[str, Tensor], size: tu
     return update
 
 
-def measure(name: str, scheme: WeightSyncScheme, parameters: int, tensors: int, repeats: int, target: float) -> Row:
+def by_hand_update(shared: bool, weights: dict[str, Tensor], size: tuple[int, int]) -> Callable[[], None]:
+    flat = [tensor.data for tensor in weights.values()]
+    sizes = [len(tensor) for tensor in flat]
+    memory = torch.empty(sum(sizes)).share_memory_()
+    pipe = start(by_hand_worker, Connection, memory if shared else memory[:0], *size)
+    places, message = memory.split(sizes), b"new" if shared else memoryview(memory.numpy()).cast("B")
+
+    def update() -> None:
+        torch._foreach_copy_(places, flat)
+        pipe.send_bytes(message)
+        pipe.recv_bytes()
+
+    return update
+
+
+def measure(
+    name: str, scheme: WeightSyncScheme, parameters: int, tensors: int, repeats: int, floor_name: str, target: float
+) -> Row:
     weights = {name: torch.randn_like(own) for name, own in model_of(parameters, tensors).items()}
     update = scheme_update(scheme, weights, (parameters, tensors))
-    if isinstance(scheme, SharedMemWeightSyncScheme):
+    if floor_name == "one copy":
         floor = copying(weights)
     else:
-        pipe = start(by_hand_worker, Connection, parameters, tensors)
-
-        def floor() -> None:
-            pipe.send_bytes(torch.cat([tensor.reshape(-1) for tensor in weights.values()]).numpy())
-            pipe.recv_bytes()
-
+        floor = by_hand_update(isinstance(scheme, SharedMemWeightSyncScheme), weights, (parameters, tensors))
     for warm in (floor, update, update):
         warm()
     lowest, measured = best(floor, update, repeats=repeats)
-    print(f"{name}, {parameters} parameters in {tensors} tensors: floor {lowest:.2f} ms, until answered {measured:.2f}")
-    return Row(
-        f"{name}: until the worker has answered / {'one copy' if target < 2 else 'a pipe by hand'}",
-        measured / lowest,
-        target,
-    )
+    print(f"{name}: {tensors} tensors, floor {lowest:.2f} ms, until answered {measured:.2f}")
+    return Row(f"{name}: until the worker has answered / {floor_name}", measured / lowest, target)
 
 
 def main(parameters: int, tensors: int, repeats: int) -> list[Row]:
     torch.set_num_threads(1)
     shared, pipe = SharedMemWeightSyncScheme(timeout=60), MultiProcessWeightSyncScheme(timeout=60)
+    few = parameters // 100
     return [
-        measure("shared memory", shared, parameters, tensors, repeats, 1.2),
-        measure("pipe", pipe, parameters // 100, tensors, 5 * repeats, 3.0),
+        measure("shared memory", shared, parameters, tensors, repeats, "one copy", 1.2),
+        measure(f"shared memory, {few:.0e} parameters", shared, few, tensors, 5 * repeats, "the same by hand", 3.0),
+        measure(f"pipe, {few:.0e} parameters", pipe, few, tensors, 5 * repeats, "the same by hand", 3.0),
     ]
 
 
