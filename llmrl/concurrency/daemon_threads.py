@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 _IDLE_S = 60.0  # an idle thread ends after this time
+_ENDING_S = 0.2
 
 
 class DaemonThreads:
@@ -32,6 +34,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._idle = 0  # idle threads minus queued calls
+        self._alive: set[threading.Thread] = set()
 
     def start(self, call: Callable[[], object]) -> None:
         """Starts the call and returns; its result is ignored."""
@@ -42,25 +45,39 @@ class DaemonThreads:
                 self._idle -= 1
                 self._calls.put(call)
                 return
-        threading.Thread(target=self._serve, args=[call], name=self._name, daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=[call], name=self._name, daemon=True)
+            self._alive.add(thread)
+            thread.start()
 
-    def close(self) -> None:
-        """Ends idle threads now, and busy ones after their calls."""
+    def close(self, wait_s: float = _ENDING_S) -> None:
+        """Ends idle threads now, and busy ones after their calls, for which it waits at most ``wait_s`` seconds.
+
+        The wait is for a call that is done but still holds tensors: a thread that frees them while the interpreter
+        exits aborts the process.
+        """
         with self._lock:
             self._closed = True
             for _ in range(self._idle):
                 self._calls.put(None)
             self._idle = 0
+            waiting = self._alive - {threading.current_thread()}
+        end = time.monotonic() + wait_s
+        for thread in waiting:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _serve(self, call: Callable[[], object] | None) -> None:
-        while call is not None:
-            call()
-            call = None  # frees the objects that it refers to: the thread may be idle for a long time
+        try:
+            while call is not None:
+                call()
+                call = None  # frees the objects that it refers to: the thread may be idle for a long time
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._idle += 1
+                call = self._next()
+        finally:
             with self._lock:
-                if self._closed:
-                    return
-                self._idle += 1
-            call = self._next()
+                self._alive.discard(threading.current_thread())
 
     def _next(self) -> Callable[[], object] | None:
         while True:

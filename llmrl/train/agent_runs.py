@@ -29,6 +29,7 @@ from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.train.settings.environment import TaskSettings
 
+_ENDING_S = 2.0  # for threads to free the rows that they made
 _LOOK_S = 0.1  # between looks at whether rollouts were stopped
 _BY_ENDPOINT = ("overridden/temperature", "overridden/top_p")
 COUNTED = (*_BY_ENDPOINT, "calls", "trained", "rows", "rewritten", "rollouts", "retried")
@@ -186,4 +187,4 @@ class AgentRuns:
         """Ends what is left of the agents; a second call does nothing."""
         self.stop()
         self._agent.close()
-        self._threads.close()
+        self._threads.close(_ENDING_S)

@@ -1,4 +1,4 @@
-"""Coroutines of users: one event loop for rewards, users and tools, whatever object runs them."""
+"""Coroutines of users: one event loop for rewards, users and tools, whatever object runs them; and threads that end."""
 
 import asyncio
 import threading
@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from llmrl.concurrency.daemon_threads import DaemonThreads
 from llmrl.concurrency.deadline import AsyncRunner, Calls
 from llmrl.envs.llm.transforms import RewardFunction, UserTurn
 from llmrl.errors import LLMRLError
@@ -83,3 +84,16 @@ def test_a_runner_that_is_closed_while_a_coroutine_is_handed_over_cancels_it(mon
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", closed_meanwhile)
     with pytest.raises(LLMRLError, match="closed"):
         outcomes_of(runner, lambda: asyncio.sleep(5))
+
+
+def test_closing_daemon_threads_waits_for_calls_that_end_and_not_for_those_that_hang():
+    threads, begun, release = DaemonThreads("ends-or-hangs"), threading.Barrier(3), threading.Event()
+    threads.start(lambda: (begun.wait(10), time.sleep(0.1)))
+    threads.start(lambda: (begun.wait(10), release.wait(60)))
+    begun.wait(10)
+    threads.close(0.5)
+    alive = [thread for thread in threading.enumerate() if thread.name == "ends-or-hangs"]
+    assert len(alive) == 1, "the one that hangs"
+    release.set()
+    alive[0].join(10)
+    assert not alive[0].is_alive()
