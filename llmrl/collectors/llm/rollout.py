@@ -370,8 +370,10 @@ class ConversationStream:
         self._running = width  # number of running threads
         self._stopped = threading.Event()
         self._error: BaseException | None = None
-        for number in range(width):
-            threading.Thread(target=self._run, name=f"conversation-{number}", daemon=True).start()
+        names = [f"conversation-{number}" for number in range(width)]
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
 
     def take(self, num_turns: int) -> TurnLog | None:
         """Finished conversations with at least ``num_turns`` turns, in order of completion; fewer, or None, at the end
@@ -404,6 +406,8 @@ class ConversationStream:
                 raise DeadlineError(
                     f"LLMCollector: current turns must end within {timeout:g} s: {self._running} did not."
                 )
+        for thread in self._threads:  # they free tensors, which aborts a process that exits
+            thread.join(timeout)
 
     def _run(self) -> None:
         try:
