@@ -161,6 +161,16 @@ class Task:
             return 0
         return max(self._prompt_lengths(rows), default=0) if rows else 0
 
+    def scored(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows whose answers get a reward: all, or none of a task without one, which there is nothing to measure
+        by. An agent gives its own.
+        """
+        settings = self.settings
+        if settings.NEEDS_REWARD or settings.agent is not None or not rows:
+            return list(rows)
+        env = self._asking(rows[:1], (*self._acting, *self._planned), shuffle=False, num_envs=1)
+        return list(rows) if env.reward_keys else []
+
     def unused_columns(self, rows: Sequence[Row]) -> list[str]:
         """Columns of the first row that neither its prompt nor a reward reads."""
         settings = self.settings
@@ -362,6 +372,9 @@ class MixedTask(Task):
             with _named(task):
                 longest = max(longest, task.longest_prompt(own))
         return longest
+
+    def scored(self, rows: Sequence[Row]) -> list[Row]:
+        return [row for task, own in self.parts(rows) for row in task.scored(own)]
 
     def prompts_with(self, column: str, rows: Sequence[Row], who: str) -> list[tuple[Any, str]]:
         found = []

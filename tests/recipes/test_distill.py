@@ -152,6 +152,16 @@ def test_settings_that_do_not_fit_are_refused(place, teacher, changes, words):
     place.plan("distill", code=2, words=[words], **PROMPTS, distill={"teacher": teacher, **changes})
 
 
+def test_answers_without_a_reward_are_not_measured(place, teacher):
+    source = {"dataset": "prompts.jsonl", "eval_dataset": "prompts.jsonl"}
+    sources = [source | {"name": "sums"}, source]
+    given = {"group_size": 1, "distill": {"teacher": teacher}}
+    mixed = place.plan("distill", env={"dataset": None, "reward": None, "mix": sources}, **given)
+    assert mixed.out.count("12 problems measured") == 2, "in all, and of the source that has a reward"
+    words = ["eval.dataset: answers are measured by a reward: got none"]
+    place.plan("distill", "eval.dataset=prompts.jsonl", code=2, words=words, env={"reward": None}, **given)
+
+
 def test_a_teacher_with_other_tokens_or_another_end_is_refused_by_name_before_weights_are_read(place, teacher):
     plan = {**PROMPTS, "code": 2, "distill": {"teacher": "other"}}
     save_tiny("other")

@@ -218,7 +218,9 @@ def prepare_grpo(
     agent = config.env.agent
     # Messages of tools and users have no known length: they are taken to be as long as the longest answers.
     most = (2 * config.env.max_turns - 1) * config.sampling.max_tokens
-    held_out = eval_rows(config.env, config.eval) or ()
+    held_out = task.measured(config.eval).scored(eval_rows(config.env, config.eval) or ())
+    if config.eval.dataset is not None and not held_out:
+        raise ConfigError("eval.dataset: answers are measured by a reward: got none; set env.reward, or leave it out.")
     empty = meta_model(source, task.processor, runs=runs)
     if isinstance(config, PPOConfig):
         check_critic(config, empty, task.processor, runs=runs)
