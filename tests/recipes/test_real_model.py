@@ -159,8 +159,10 @@ def test_vllm_answers_as_transformers_does(tokenizer, plain):
         answers(engine, tokenizer, plain)
 
 
-def test_the_notebook_runs_and_its_model_answers_better(tmp_path):
+def test_the_notebook_runs_and_its_model_answers_better(tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     folder = tmp_path / "docs" / "notebooks"
     folder.mkdir(parents=True)
     (tmp_path / "models").symlink_to(MODEL.parent)
