@@ -50,19 +50,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class PerRank:
-    """A part whose state differs between ranks; it is saved as the list of all states."""
-
-    def __init__(self, session: Session, part: Stateful):
-        self._session, self._part = session, part
-
-    def state_dict(self) -> list[Any]:
-        return self._session.gather([self._part.state_dict()])
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        self._part.load_state_dict(state[self._session.rank % len(state)])  # the number of ranks may differ now
-
-
 def save_state(
     store: CheckpointStore,
     step: int,
