@@ -72,7 +72,7 @@ def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
             buffer = SharedBuffer.open(**arguments["info"])
         elif method == "llmrl_receive":
             entries = [StoredTensor(*entry) for entry in arguments["stored"]]
-            answer = [entry.name for entry in entries if not buffer.is_intact(entry)]
+            answer = buffer.damaged(entries)
             for entry in entries:
                 own[entry.name].copy_(buffer.read(entry))
         elif method == "llmrl_finish":

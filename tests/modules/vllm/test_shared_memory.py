@@ -3,11 +3,22 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, checksum, padded_size
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.engines.vllm import transfer
+from llmrl.modules.llm.engines.vllm.shared_memory import (
+    Buffer,
+    CudaBuffer,
+    SharedBuffer,
+    StoredTensor,
+    checksum,
+    padded_size,
+)
+from llmrl.modules.llm.engines.weights import WeightSet
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 SHAPES = [(), (1,), (7,), (3, 5), (0, 4), (700, 500)]
@@ -24,12 +35,12 @@ def block():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tensor_is_read_as_it_was_written(block, dtype, shape):
     value = (torch.randn(shape) * 100).to(dtype)
-    placed = block.write("w", value, offset=128)
+    [placed] = block.sealed([block.write("w", value, offset=128)])
     assert placed == StoredTensor("w", str(dtype)[6:], list(shape), 128, checksum(value))
     read = block.read(placed)
     assert (read.dtype, read.shape) == (value.dtype, value.shape)
     assert torch.equal(read, value)
-    assert block.is_intact(placed)
+    assert block.damaged([placed]) == []
 
 
 def test_the_checksum_is_the_sum_of_words():
@@ -43,13 +54,13 @@ def test_the_checksum_is_the_sum_of_words():
 
 @pytest.mark.parametrize("size", [1, 8, 13, 1 << 20, (1 << 20) + 5, 3 << 20])
 def test_any_flipped_bit_is_noticed(block, size):
-    placed = block.write("w", torch.randint(0, 255, (size,), dtype=torch.uint8), offset=64)
+    stored = block.sealed([block.write("w", torch.randint(0, 255, (size,), dtype=torch.uint8), offset=64)])
     for at in {0, size // 2, size - 1}:
         for bit in (0, 7):
             block.bytes[64 + at] ^= 1 << bit
-            assert not block.is_intact(placed)
+            assert block.damaged(stored) == ["w"]
             block.bytes[64 + at] ^= 1 << bit
-    assert block.is_intact(placed)
+    assert block.damaged(stored) == []
 
 
 def test_neighbours_do_not_touch(block):
@@ -85,3 +96,108 @@ def test_nothing_is_left_when_the_process_that_made_it_is_killed():
     assert maker.returncode == -9
     assert not os.path.exists(path)
     assert peer.read(StoredTensor("w", "int64", [4], 0, 0)).tolist() == [0, 1, 2, 3]
+
+
+def test_checksums_of_a_bucket_are_read_in_one_wait(block, monkeypatch):
+    """On a GPU each read waits for all that was started before it."""
+    values, reads = [torch.randn(7) for _ in range(20)], []
+    for method in ("item", "tolist", "__int__", "__bool__"):
+        own = getattr(torch.Tensor, method)
+        monkeypatch.setattr(torch.Tensor, method, lambda tensor, own=own: (reads.append(1), own(tensor))[1])
+    stored = block.sealed([block.write(str(n), value, offset=64 * n) for n, value in enumerate(values)])
+    assert block.damaged(stored) == []
+    assert len(reads) == 2  # one when they were written, one when they are checked
+
+
+class Nowhere(Buffer):
+    """Takes tensors of any size and keeps none."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def connect(self, open_workers):
+        pass
+
+    def write(self, name, tensor, *, offset):
+        assert offset + padded_size(tensor.nbytes) <= self.size
+        return StoredTensor(name, str(tensor.dtype)[6:], list(tensor.shape), offset, torch.tensor(0))
+
+
+def shapes_of_7b():
+    """The weights of Qwen2.5 7B."""
+    yield from [("embed", (152064, 3584)), ("head", (152064, 3584)), ("norm", (3584,))]
+    for n in range(28):
+        for name, shape in [("q", (3584, 3584)), ("k", (512, 3584)), ("v", (512, 3584)), ("o", (3584, 3584))]:
+            yield f"{n}.{name}", shape
+        for name, shape in [("up", (18944, 3584)), ("gate", (18944, 3584)), ("down", (3584, 18944)), ("norm", (3584,))]:
+            yield f"{n}.{name}", shape
+
+
+def test_large_matrices_are_sent_while_others_are_loaded():
+    """Half of 256 MiB is less than a matrix of 136 MB; the buffer has grown to the embedding's 1.09 GB anyway."""
+    weights = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes_of_7b()}
+    received = []
+
+    def call(method, end, **arguments):
+        if method == "llmrl_receive":
+            received.append([StoredTensor(*entry).num_bytes for entry in arguments["stored"]])
+        return [{}] if method == "llmrl_finish" else [[]]
+
+    class Settings(transfer.CudaIPC):
+        def create_buffer(self, size, call, end):
+            return Nowhere(size)
+
+    metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    transfer.WeightTransfer(call).send(WeightSet(metadata, [weights]), float("inf"), Settings())
+    assert sum(map(sum, received)) == 2 * sum(tensor.numel() for tensor in weights.values())
+    assert len(received) <= 30
+    assert sum(bucket[0] > 545_000_000 for bucket in received) == 2  # alone: the embedding and the head
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True,max_split_size_mb:64", "max_split_size_mb:64", ""])
+def test_gpu_memory_for_other_processes_is_not_in_expandable_segments(monkeypatch, settings):
+    now = [settings]
+    empty = torch.empty
+
+    def allocate(*size, device, **options):
+        assert "True" not in now[0]
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: now[0])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: now.__setitem__(0, text))
+    monkeypatch.setattr(torch, "empty", allocate)
+    assert CudaBuffer.create(4096).size == 4096
+    assert now == [settings]
+
+
+@pytest.mark.parametrize(
+    ("default", "route", "expected"),
+    [
+        ("192.0.2.7", None, "192.0.2.7"),
+        ("0.0.0.0", "192.0.2.8", "192.0.2.8"),
+        ("0.0.0.0", "127.0.0.1", None),
+        ("0.0.0.0", None, None),
+    ],
+)
+def test_without_a_default_route_workers_elsewhere_get_the_address_of_the_route_to_them(
+    monkeypatch, default, route, expected
+):
+    class Probe(SimpleNamespace):
+        __enter__, __exit__ = (lambda self: self), (lambda self, *problem: None)
+
+        def connect(self, address):
+            if route is None:
+                raise OSError(101, "Network is unreachable")
+
+        def getsockname(self):
+            return (route, 5)
+
+    monkeypatch.setattr(transfer, "vllm_module", lambda name: SimpleNamespace(get_ip=lambda: default))
+    monkeypatch.setattr(transfer.socket, "getaddrinfo", lambda host, *rest, **named: [(2, 2, 0, "", (host, 1))])
+    monkeypatch.setattr(transfer.socket, "socket", lambda *kinds: Probe())
+    here, there = ({"machine": f"{host} boot", "gpu": host, "sees": [host]} for host in ("a", "b"))
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"workers on b can reach.*set VLLM_HOST_IP"):
+            transfer.nearest_transfer(here, [there])
+    else:
+        assert transfer.nearest_transfer(here, [there]).master_address == expected

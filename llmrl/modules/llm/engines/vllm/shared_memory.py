@@ -7,7 +7,8 @@ import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +25,14 @@ class StoredTensor(NamedTuple):
 
     dtype     torch's dtype name
     offset    offset of its first byte in the buffer
-    checksum  the sum, modulo 2^64, of its 64-bit words
+    checksum  the sum, modulo 2^64, of its 64-bit words; int64[] on the tensor's device until `sealed` reads it
     """
 
     name: str
     dtype: str
     shape: list[int]
     offset: int
-    checksum: int
+    checksum: Any
 
     @property
     def num_bytes(self) -> int:
@@ -55,30 +56,38 @@ class Buffer(ABC):
         pass
 
     def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
-        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its size must be free."""
+        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its size must be free. A GPU may
+        still be copying afterwards: all bytes are there once `sealed` has returned.
+        """
         source = tensor.detach().reshape(-1).view(torch.uint8)
         end = offset + source.numel()
-        self.bytes[end : offset + padded_size(source.numel())] = 0  # the checksum includes the whole last word
-        dtype, shape, total = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         if source.is_cuda:
-            self.bytes[offset:end].copy_(source)
-            # Summed on the GPU after the copy: reading the sum waits until the copy is done.
-            return StoredTensor(name, dtype, shape, offset, checksum(source))
+            self.bytes[offset:end].copy_(source, non_blocking=True)
+            return StoredTensor(name, dtype, shape, offset, _sum(source))
+        total = torch.zeros((), dtype=torch.int64)
+        self.bytes[end : offset + padded_size(source.numel())] = 0  # the checksum includes the whole last word
         for start in range(0, source.numel(), _CHUNK):
             chunk = source[start : start + _CHUNK]
             first = offset + start
             self.bytes[first : first + chunk.numel()].copy_(chunk)
-            total += _sum_words(self.bytes[first : first + -(-chunk.numel() // 8) * 8])
-        return StoredTensor(name, dtype, shape, offset, _signed(total))
+            total += self.bytes[first : first + -(-chunk.numel() // 8) * 8].view(torch.int64).sum().cpu()
+        return StoredTensor(name, dtype, shape, offset, total)
+
+    def sealed(self, stored: Sequence[StoredTensor]) -> list[StoredTensor]:
+        """Written tensors with their checksums as numbers, when all their bytes are in the buffer."""
+        sums = _numbers([entry.checksum for entry in stored])
+        return [entry._replace(checksum=total) for entry, total in zip(stored, sums, strict=True)]
 
     def read(self, stored: StoredTensor) -> Tensor:
         """The tensor as a view of the buffer, which later writes change."""
         dtype = getattr(torch, stored.dtype)
         return self.bytes[stored.offset : stored.offset + stored.num_bytes].view(dtype).view(stored.shape)
 
-    def is_intact(self, stored: StoredTensor) -> bool:
-        """True if the bytes are still those that were written."""
-        return checksum(self.read(stored)) == stored.checksum
+    def damaged(self, stored: Sequence[StoredTensor]) -> list[str]:
+        """Names of the tensors whose bytes are no longer those that were written."""
+        sums = _numbers([_sum(self.read(entry)) for entry in stored])
+        return [entry.name for entry, total in zip(stored, sums, strict=True) if total != entry.checksum]
 
 
 class SharedBuffer(Buffer):
@@ -90,12 +99,12 @@ class SharedBuffer(Buffer):
     >>> buffer = SharedBuffer.create(1 << 12)
     >>> peer = SharedBuffer.open(buffer.path, buffer.size)
     >>> buffer.unlink()
-    >>> stored = buffer.write("weight", torch.arange(3.0), offset=64)
-    >>> peer.read(stored), peer.is_intact(stored)
-    (tensor([0., 1., 2.]), True)
+    >>> [stored] = buffer.sealed([buffer.write("weight", torch.arange(3.0), offset=64)])
+    >>> peer.read(stored), peer.damaged([stored])
+    (tensor([0., 1., 2.]), [])
     >>> peer.bytes[64] += 1
-    >>> buffer.is_intact(stored)
-    False
+    >>> buffer.damaged([stored])
+    ['weight']
     """
 
     def __init__(self, path: str, handle: int, size: int) -> None:
@@ -155,7 +164,8 @@ class CudaBuffer(Buffer):
     @classmethod
     def create(cls, size: int) -> CudaBuffer:
         """Creates a buffer on the current GPU. Raises torch.OutOfMemoryError if there is not enough memory."""
-        return cls(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        with _shareable_segments():
+            return cls(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
     @classmethod
     def open(cls, gpu: str, fields: list[Any], size: int) -> CudaBuffer:
@@ -169,6 +179,22 @@ class CudaBuffer(Buffer):
         _, *handle = self.bytes.untyped_storage()._share_cuda_()
         gpu = _gpu_uuid(self.bytes.device.index)
         open_workers({"gpu": gpu, "handle": fields_of_handle(handle), "size": self.size})
+
+
+@contextmanager
+def _shareable_segments() -> Iterator[None]:
+    """Allocates GPU memory outside of expandable segments. A handle of those needs a system call (pidfd_getfd) that
+    many containers forbid.
+    """
+    was = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments:true" not in was.lower().replace(" ", ""):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(was)
 
 
 def fields_of_handle(handle: Sequence[Any]) -> list[Any]:
@@ -195,22 +221,26 @@ def checksum(tensor: Tensor) -> int:
 
     A single flipped bit always changes it. Cheap enough to be computed whenever a weight is moved.
     """
+    return int(_sum(tensor))
+
+
+def _sum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()  # a view as int64 must be aligned
     whole = flat.numel() // 8 * 8
-    total = _sum_words(flat[:whole])
+    total = flat[:whole].view(torch.int64).sum()
     if whole < flat.numel():
         last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         last[: flat.numel() - whole] = flat[whole:]
-        total += _sum_words(last)
-    return _signed(total)
+        total += last.view(torch.int64)[0]
+    return total
 
 
-def _sum_words(flat: Tensor) -> int:
-    return int(flat.view(torch.int64).sum())
-
-
-def _signed(total: int) -> int:
-    """A Python integer modulo 2^64, as a signed 64-bit integer."""
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+def _numbers(sums: Sequence[Tensor]) -> list[int]:
+    """The values of int64[] tensors. Waits once for each device, however many there are."""
+    values: dict[int, int] = {}
+    for device in {total.device for total in sums}:
+        places = [place for place, total in enumerate(sums) if total.device == device]
+        values |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
+    return [values[place] for place in range(len(sums))]

@@ -6,9 +6,11 @@ There is one protocol with three kinds of buffers: host memory (`SharedMemory`),
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +146,28 @@ def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, 
         return CudaIPC() if all(trainer["gpu"] in worker["sees"] for worker in workers) else SharedMemory()
     if near and None in (trainer["gpu"], *gpus):
         return SharedMemory()
-    return NCCL() if near else NCCL(master_address=vllm_module("vllm.utils.network_utils").get_ip())
+    return NCCL() if near else NCCL(master_address=_address_for([worker["machine"].split()[0] for worker in workers]))
+
+
+def _address_for(hosts: Sequence[str]) -> str:
+    """An address of this machine that the hosts can reach: vLLM's, or without a default route that of the route to one
+    of them.
+    """
+    found = vllm_module("vllm.utils.network_utils").get_ip()
+    if found not in ("", "0.0.0.0", "::"):
+        return found
+    for host in hosts:
+        with suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing: it only looks up the route
+                if not (own := probe.getsockname()[0]).startswith(("127.", "::1")):
+                    return own
+    raise ConfigError(
+        f"VLLMEngine: this machine must have an address that its workers on {', '.join(sorted(set(hosts)))} can reach: "
+        "got no default route and no route to those names; set VLLM_HOST_IP, or "
+        "weight_backend=NCCL(master_address=...). Nothing was updated."
+    )
 
 
 # --- the transfer -----------------------------------------------------------------------------------------------------
@@ -181,6 +204,7 @@ class WeightTransfer:
                         self._await_loaded(loading)
                         loading = None
                         if stored:
+                            stored = self._buffer.sealed(stored)
                             first, last = stored[0].offset, stored[-1].offset + padded_size(stored[-1].num_bytes)
                             loading = pool.submit(
                                 self._call, "llmrl_receive", end, stored=stored, start=first, stop=last
@@ -209,6 +233,7 @@ class WeightTransfer:
         half = min(padded_size(self._settings.buffer_bytes // 2), total)
         size = max(half if half == total else 2 * half, sizes[largest])
         if self._buffer is not None and self._buffer.size >= size:
+            self._half = self._half_of(total)
             return
         self._buffer = None
         while True:
@@ -226,7 +251,14 @@ class WeightTransfer:
                 half = padded_size(half // 2)
                 size = max(2 * half if half > 64 else 0, sizes[largest])
         buffer.connect(lambda info: self._call("llmrl_open_buffer", end, info=info))
-        self._buffer, self._half = buffer, half
+        self._buffer = buffer
+        self._half = self._half_of(total)
+
+    def _half_of(self, total: int) -> int:
+        """Bytes that are sent at a time: one half is filled while the other is loaded, unless the buffer holds all
+        ``total`` bytes exactly. In a buffer that grew to the size of the largest tensor the halves grow too.
+        """
+        return self._buffer.size if self._buffer.size == total else self._buffer.size // 2 // 64 * 64
 
     def _fill_halves(self, weights: WeightSet) -> Iterator[list[StoredTensor]]:
         """Writes the halves of the buffer in turn, and yields the tensors in each. The caller must load a half before

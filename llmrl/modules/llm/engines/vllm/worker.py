@@ -86,7 +86,7 @@ class WorkerExtension:
         """
         entries = [StoredTensor(*entry) for entry in stored]
         self._llmrl_buffer.pass_on(start, stop)
-        damaged = [entry.name for entry in entries if not self._llmrl_buffer.is_intact(entry)]
+        damaged = self._llmrl_buffer.damaged(entries)
         if not damaged:
             self._llmrl_reload.load_stored(entries, self._llmrl_buffer)
             if self.device.type != "cpu":
