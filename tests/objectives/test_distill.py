@@ -13,9 +13,10 @@ from llmrl.data.ragged.tensordicts import column
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.log_probs import HeadOptions
 from llmrl.modules.llm.packing import HeadPath
+from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives.llm import DistillLoss, DistillSettings, GRPOLoss, GRPOSettings
+from llmrl.objectives.llm import DistillLoss, DistillSettings, GRPOLoss, GRPOSettings, count_step
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.settings import TeacherSettings
 from llmrl.objectives.llm.teacher import Demonstrations, Distillation, HiddenTeacher, TeacherTerm, TopTeacher
@@ -171,6 +172,10 @@ def test_a_teacher_beside_the_reward_adds_its_loss_and_its_gradient_times_its_we
     with pytest.raises(ConfigError, match="settings with a teacher need the teacher itself"):
         GRPOLoss(actor, GRPOSettings(teacher="x"))(batch)
     both, both_gradients = run_step(GRPOLoss(actor, **own, teacher=term), batch)
+    asking = DistillLoss(actor, options=DistillSettings(**options), teacher=teacher)
+    empty = TensorDict({**placeholders("cpu"), **asking.placeholder("cpu")}, batch_size=[1])  # of a rank without rows
+    assert not asking.ask_teacher(empty).any()
+    assert asking(empty, count_step(batch))["loss_distill"] == 0
     assert both.keys() - alone.keys() == {"loss_distill", "distill"}
     for name, value in alone.items():
         torch.testing.assert_close(both[name], value, atol=1e-12, rtol=1e-12)

@@ -85,6 +85,27 @@ def test_ppo_on_two_processes_has_the_numbers_of_one(place, layout):
     resume_without(place, 4)
 
 
+@pytest.mark.parametrize(
+    ("layout", "teacher"),
+    [
+        *[(layout, {"teacher": "teacher", "estimator": kind}) for layout in LAYOUTS for kind in ("full", "sample")],
+        ("fsdp2", {"teacher": "self", "demonstration": "answer", "estimator": "topk", "weight_reward": 0.5}),
+        ("fsdp2", {"teacher": "base", "weight_reward": 0.5}),
+    ],
+)
+def test_distillation_on_two_processes_has_the_numbers_of_one(place, layout, teacher):
+    """Of a number of rows that they do not divide: those whose reward fails are left out."""
+    place.module("some", "def some(completion, answer):\n    return 1 / (int(answer) % 5) + len(completion)\n")
+    save_tiny("teacher", hidden_size=64, heads=2)
+    changes = {"steps": 3, "optim": OPTIM, "tokens_per_microbatch": 60, "distill": teacher, "group_size": 3}
+    changes |= {"env": {"reward": "some:some"}} | ({} if teacher["teacher"] == "teacher" else {"model": "teacher"})
+    changes |= {"lora": {"r": 4}, "optim": OPTIM | {"lr": 5e-2}} if teacher["teacher"] == "base" else {}
+    place.train_as_one_and_as_ranks("distill", f"parallel.mode={layout}", step=3, **changes)
+    rows = place.metrics("two")
+    assert max(row["policy/kl_teacher"] for row in rows) > 1e-3
+    assert any(row["rollout/failed"] % 2 for row in rows)
+
+
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
 def test_a_run_can_be_resumed_with_another_number_of_processes(place, command):
     save_tiny("tied")

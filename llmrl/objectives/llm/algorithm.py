@@ -117,7 +117,8 @@ class Algorithm:
         A method that names a setting, or calls ``super()``, counts as reading it.
         """
         scale = {f"grpo.{name}": (name, "advantage", "groups") for name in _OF_ADVANTAGE}
-        loss = {f"grpo.{name}": ("grpo",) for name in GRPOSettings.model_fields if name not in _OF_ADVANTAGE}
+        of_loss = [name for name in GRPOSettings.model_fields if name not in (*_OF_ADVANTAGE, "teacher")]
+        loss = {f"grpo.{name}": ("grpo",) for name in of_loss}  # `build` adds the teacher to any
         surrogate = {f"grpo.{name}": (name,) for name in ("clip", "surrogate", "dual_clip")}
         surrogate["grpo.sapo_tau"] = ("sapo_tau", "taus")
         yield from _unread(cls, Algorithm, "advantages", {**scale, "min_group_size": ("advantage", "groups")})

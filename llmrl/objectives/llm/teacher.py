@@ -341,18 +341,19 @@ class TeacherTerm:
             scores = self.teacher.token_scores(own.input_ids, own.attention_mask, own_mask_BT, **given)
             return scores.log_probs.new_zeros(mask_BT.shape).masked_scatter(mask_BT, scores.log_probs[own_mask_BT])
         teacher = self._read(td, tokens, mask_BT)
-        logits = (teacher.logits(part_CH)[:, : self.vocabulary] for part_CH in teacher.hidden_NH.split(_AT_ONCE))
-        tops = [log_softmax_(logits_CV).topk(self.options.num_likeliest) for logits_CV in logits]
-        found_NK = torch.cat([torch.cat([top.indices.to(top.values), top.values], 1) for top in tops])  # ids are exact
-        found = found_NK.new_zeros(*mask_BT.shape, found_NK.shape[1])
-        found[mask_BT] = found_NK
-        return found
+        said = teacher.hidden_NH.new_zeros(*mask_BT.shape, 2 * self.options.num_likeliest)
+        if mask_BT.any():  # a rank may have no rows
+            logits = (teacher.logits(part_CH)[:, : self.vocabulary] for part_CH in teacher.hidden_NH.split(_AT_ONCE))
+            tops = [log_softmax_(logits_CV).topk(self.options.num_likeliest) for logits_CV in logits]
+            said = said.to(tops[0].values.dtype)
+            said[mask_BT] = torch.cat([torch.cat([top.indices.to(said), top.values], 1) for top in tops])  # exact ids
+        return said
 
     def placeholder(self, device: torch.device) -> dict[str, Any]:
         """The columns of a row without a trained token."""
         top = {
-            "ids": torch.zeros(1, 1, self.options.num_likeliest, dtype=torch.int32),
-            "log_probs": torch.zeros(1, 1, self.options.num_likeliest),
+            "ids": torch.zeros(1, 2, self.options.num_likeliest, dtype=torch.int32),
+            "log_probs": torch.zeros(1, 2, self.options.num_likeliest),
         }
         own = {SAMPLED[1]: placeholders(device)["log_probs"], PROMPT[0]: placeholders(device)["tokens"]}
         return {TOP_IDS[0]: TensorDict(top, batch_size=[1]).to(device), **own}
