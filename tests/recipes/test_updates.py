@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import closing
 from functools import cache
 from tempfile import TemporaryDirectory
 
@@ -15,13 +16,14 @@ from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import LogProbs, Masks
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
-from llmrl.testing import tiny_model
+from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.data.lengths import microbatches
 from llmrl.train.distributed import Session
+from llmrl.train.rollouts.engine import RolloutEngine
 from llmrl.train.settings import OptimSettings, SFTConfig
 from llmrl.train.updater import Updater, learning_rate
 from tests.support.saved_models import save_tiny
-from tests.support.training_rows import random_rows
+from tests.support.training_rows import config, random_rows
 
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
 
@@ -232,3 +234,19 @@ def test_one_process_may_hold_one_session_after_another_of_another_precision():
             one = updater(session, tiny())
             assert math.isfinite(one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 1)["loss"])
             assert ("bfloat16" in session.describe()) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize(("budget", "passes"), [(16384, 1), (60, 2)])
+def test_the_probe_scores_rows_of_other_lengths_together_as_the_engine_scores_each_alone(budget, passes):
+    """Three rows, of 30, 26 and 5 tokens or fewer; a sharded model is gathered for every pass."""
+    engine = {"llmrl.modules.llm.engines:TransformersEngine": {"eos_token_ids": [], "pad_token_id": 0}}
+    settings = config(rollout={"engine": engine}, tokens_per_microbatch=budget)
+    model, calls = tiny_model(heads=2), []
+    with Session(settings) as session, closing(RolloutEngine(settings, session, model, tiny_tokenizer())) as engine:
+        scorer = TokenScorer(model)
+        scorer.register_forward_hook(lambda *_: calls.append(1))
+        engine.set_probe_rows(random_rows(), scorer)
+        assert len(calls) == passes
+        assert engine.push(scorer)["mismatch/probe"] < 1e-6
+        assert len(calls) == 2 * passes
+        assert not engine.warning

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 
 from llmrl.errors import ConfigError, DataError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, VLLMEngine
@@ -20,6 +21,7 @@ from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.vision import POSITIONS, read_media
+from llmrl.train.data.lengths import microbatches
 from llmrl.train.distributed import Session
 from llmrl.train.planning.engines import EnginePlan, load_engine
 from llmrl.train.ray_servers import RayServers, connect
@@ -64,6 +66,8 @@ class RolloutEngine:
         self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, the source of compared rows
         self._probed_images: list[dict[str, Any]] = []  # of the compared rows
+        self._probed_parts: list[list[int]] = []  # those rows by the trainer's passes, as many on each rank
+        self._budget = config.tokens_per_microbatch
         self._probed_since: int | None = None  # the first version for which these rows are compared
         with ExitStack() as self._parts:  # closed by `close`, or at once if a later part fails
             self._build(config, plan, tokenizer, reports_routes)
@@ -203,6 +207,11 @@ class RolloutEngine:
         rows += [(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), {})] * missing
         sequences, masks = [ids for ids, _, _ in rows], [mask for _, mask, _ in rows]
         self._probed_images = [images for _, _, images in rows]
+        self._probed_parts = microbatches([len(ids) for ids in sequences], self._budget)
+        if self.session.any(any(self._probed_images)):
+            self._probed_parts = [[row] for row in range(len(rows))]  # a placeholder has no image, so no batch with any
+        more = max(self.session.gather([len(self._probed_parts)])) - len(self._probed_parts)
+        self._probed_parts += [[0]] * more
         self._probe.use(sequences, masks, self._engine_scores, partial(self._score, scorer))
         self._probed_since = self.policy.engine.version
 
@@ -217,17 +226,21 @@ class RolloutEngine:
 
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
         """The trainer's log-prob of each token given the previous ones; all ranks must call it together."""
-        scores = []
-        for ids, images in zip(sequences, self._probed_images, strict=True):
-            ids_1T = ids[None].to(self.session.device)
-            everywhere = torch.ones_like(ids_1T, dtype=torch.bool)
-            scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature, **images).log_probs[0])
+        scores: dict[int, Tensor] = {}
+        for part in self._probed_parts:  # always the same batches, as rounding depends on them
+            ids_BT = pad_sequence([sequences[row] for row in part], batch_first=True).to(self.session.device)
+            lengths = [len(sequences[row]) for row in part]
+            real_BT = (torch.arange(ids_BT.shape[1]) < torch.tensor(lengths)[:, None]).to(ids_BT.device)
+            images = self._probed_images[part[0]]
+            found_BT = scorer(ids_BT, real_BT, real_BT, temperature=self._temperature, **images).log_probs
+            found = [found_T[:length] for found_T, length in zip(found_BT, lengths, strict=True)]
+            scores |= dict(zip(part, found, strict=True))
         # FSDP2 keeps the outermost parameters gathered for a backward pass, and there is none here; a checkpoint that
         # is written now needs them sharded, as the optimizer has them.
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return scores
+        return [scores[row] for row in range(len(sequences))]
 
     def take_gauges(self) -> dict[str, float]:
         """Metrics of all ranks' vLLM engines since the last call, each engine counted once; a collective."""
