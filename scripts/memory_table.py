@@ -59,10 +59,16 @@ def cell(config: GRPOConfig, shape: ModelShape, gpus: str) -> str:
     return f"{', '.join(named) or 'defaults'}: {plan.peak / 2**30:.0f}"
 
 
+def heading(size: str) -> str:
+    """The column of ``--gpu 24:8x2``: 2 x 8 x 24 GB."""
+    memory, _, count = size.partition(":")
+    return " x ".join([*reversed(count.split("x")), memory]) + " GB"
+
+
 def table() -> str:
     config = GRPOConfig(model="x", env={"name": "gsm8k"}, rollout={"engine": "vllm"})
-    sizes = [f"{size}:{count}" for count in (1, 8, 16) for size in (24, 40, 80)]
-    lines = ["| model | " + " | ".join(f"{s.partition(':')[2]} x {s.partition(':')[0]} GB" for s in sizes) + " |"]
+    sizes = [f"{size}:{count}" for count in ("1", "8", "8x2") for size in (24, 40, 80)]
+    lines = ["| model | " + " | ".join(map(heading, sizes)) + " |"]
     lines.append("|" + "---|" * (len(sizes) + 1))
     for name in MODELS:
         shape = shape_of(name)

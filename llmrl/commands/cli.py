@@ -205,7 +205,11 @@ def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespa
         option("--overwrite", action="store_true", help="replace the run of that name: it is removed"),
         option("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)"),
         option("--dry-run", action="store_true", help="print the settings and the plan; write nothing"),
-        option("--gpu", metavar="NAME:COUNT", help="with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"),
+        option(
+            "--gpu",
+            metavar="NAME:COUNT",
+            help="with --dry-run, plan for these GPUs: H100:8, H100:8x2 (two nodes), 48:2 (48 GB)",
+        ),
         option("--defaults", action="store_true", help="print every setting, its default and its meaning"),
     )
     options = parser.parse(arguments)

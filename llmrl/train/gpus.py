@@ -30,13 +30,14 @@ _GPUS = {  # GiB that a program can allocate, and dense bfloat16 TFLOP/s; 0: no 
     "B200": (178.4, 2250),
     "MI300X": (191.5, 1307),
 }
+_PER_NODE = 8
 _USABLE = 0.985  # share of the nominal size of a GPU
 
 
 @dataclass(frozen=True)
 class GPU:
-    """``count`` GPUs of ``bytes`` each; ``flops`` is the peak per second of one, None if unknown; ``host`` the bytes of
-    the machine's memory for each, None if unknown.
+    """``count`` GPUs of ``bytes`` each, on ``nodes`` machines; ``flops`` is the peak per second of one, ``host`` the
+    bytes of the machine's memory for each; None if unknown.
     """
 
     name: str
@@ -45,6 +46,18 @@ class GPU:
     flops: float | None = None
     bfloat16: bool = True
     host: float | None = None
+    nodes: int = 1
+
+    def of(self, count: int) -> GPU:
+        """``count`` such GPUs; more than eight are on machines of eight."""
+        return replace(self, count=count, nodes=-(-count // _PER_NODE))
+
+    @property
+    def place(self) -> str:
+        """Their number, in words."""
+        return (
+            f"{self.count}" if self.nodes == 1 else f"{self.count} ({self.nodes} nodes of {self.count // self.nodes})"
+        )
 
     @property
     def host_bytes(self) -> float:
@@ -61,7 +74,8 @@ def host_memory() -> float:
 
 
 def parse_gpu(text: str) -> GPU:
-    """The GPUs of ``--gpu``: a name of the table or gigabytes, and optionally a number of GPUs.
+    """The GPUs of ``--gpu``: a name of the table or gigabytes, a number of GPUs, and a number of machines with as many
+    each. More than eight GPUs without a number of machines are on machines of eight.
 
     Raises  ConfigError
 
@@ -70,18 +84,24 @@ def parse_gpu(text: str) -> GPU:
     ('H100', 8, 79.2)
     >>> parse_gpu("48").name
     '48 GB'
+    >>> gpu = parse_gpu("H100:4x2")
+    >>> gpu.count, gpu.nodes
+    (8, 2)
     """
     name, _, number = text.partition(":")
+    each, times, nodes = number.partition("x")
     known = {label.lower(): label for label in _GPUS}
     size = name.lower().removesuffix("gb").strip()
-    counted = not number or (number.isdecimal() and int(number) > 0)
-    if counted and name.lower() in known:
-        return _named(known[name.lower()], int(number or 1))
-    if counted and size.isdecimal() and int(size) > 0:
-        return GPU(f"{int(size)} GB", int(size) * _USABLE * _GIB, int(number or 1))
+    counted = all(part.isdecimal() and int(part) > 0 for part in (each or "1", nodes or "1"))
+    counted &= bool(each or not number) and bool(nodes or not times)
+    label = known.get(name.lower())
+    if counted and (label or (size.isdecimal() and int(size) > 0)):
+        gpu = _named(label, 1) if label else GPU(f"{int(size)} GB", int(size) * _USABLE * _GIB)
+        count = int(each or 1) * int(nodes or 1)
+        return replace(gpu, count=count, nodes=int(nodes)) if nodes else gpu.of(count)
     raise ConfigError(
-        f"--gpu {text}: must be a name or gigabytes, and a number of GPUs, such as H100:8 or 48:2; names: "
-        f"{', '.join(_GPUS)}.{did_you_mean(name, _GPUS)}"
+        f"--gpu {text}: must be a name or gigabytes, a number of GPUs, and a number of machines, such as H100:8, 48:2 "
+        f"or H100:8x2; names: {', '.join(_GPUS)}.{did_you_mean(name, _GPUS)}"
     )
 
 
@@ -99,6 +119,6 @@ def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
     labels = [label for label in _GPUS if label.partition("-")[0] in words]
     label = min(labels, key=lambda label: abs(_GPUS[label][0] * _GIB - memory), default=None)  # A100s have two sizes
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    host = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", count))  # set by torchrun
     found = _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)
-    return replace(found, host=host)
+    return replace(found, host=host_memory() / local, nodes=max(1, count // local))

@@ -29,6 +29,7 @@ from llmrl.train.gpus import GPU, find_gpu, parse_gpu
 from llmrl.train.models.shape import block_matrices, model_shape
 from llmrl.train.optimizers import HostAdamW, OffloadedAdamW, make_optimizer, set_learning_rate
 from llmrl.train.planning.memory import (
+    can_spread,
     engine_memory,
     engine_share,
     memory_rows,
@@ -290,6 +291,21 @@ def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
         trainer_gpus(with_changes(config, {"rollout.gpus": 8}), gpu)
 
 
+@pytest.mark.parametrize(("gpus", "nodes"), [("80:8", 1), ("80:8x2", 2), ("80:16", 2), ("80:4x2", 2)])
+def test_engines_are_set_aside_where_llmrl_launch_can_start_them(gpus, nodes):
+    """That is one machine; more than eight GPUs are on machines of eight."""
+    gpu, config = parse_gpu(gpus), grpo(rollout={"engine": "vllm"})
+    assert (gpu.nodes, gpu.of(8).nodes) == (nodes, 1)
+    changes = remedies(config, shape_of("70B"), gpu) or {}
+    assert ("rollout.gpus" in changes) == (nodes == 1)
+    assert parse_gpu("80:4").of(16).place == "16 (2 nodes of 8)"
+
+
+@pytest.mark.parametrize(("parts", "fits"), [(2, True), (8, True), (16, True), (3, False), (6, False)])
+def test_an_engine_is_spread_over_more_gpus_than_key_value_heads_if_they_divide(parts, fits):
+    assert can_spread((64, 4), parts) is fits
+
+
 def test_an_engine_that_its_gpus_cannot_hold_is_refused():
     config = grpo(rollout={"engine": "vllm", "gpus": 4}, parallel={"mode": "fsdp2"}, optim={"name": "adamw_offload"})
     with Session(config) as session:
@@ -372,7 +388,7 @@ def test_a_gpu_is_recognised_by_its_name_and_its_size(monkeypatch, found, gib, l
     assert (gpu.name, gpu.bytes) == (label, gib * GIB)
 
 
-@pytest.mark.parametrize("text", ["H100:0", "H10", "80:x", "", ":8", "-3"])
+@pytest.mark.parametrize("text", ["H100:0", "H10", "80:x", "", ":8", "-3", "80:8x", "80:x2", "80:8x0"])
 def test_gpus_that_are_none_are_refused(text):
     with pytest.raises(ConfigError, match="must be a name or gigabytes"):
         parse_gpu(text)

@@ -25,6 +25,7 @@ from llmrl.train.data.lengths import RowLengths
 from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.models.lora import num_trained, saved_modules
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
+from llmrl.train.planning.seconds import step_seconds
 from llmrl.train.settings.algorithms import PPOConfig
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.machine import LoraSettings, OptimSettings
@@ -347,29 +348,46 @@ def _fits(plan: MemoryPlan, gpu: GPU) -> bool:
 def remedies(
     config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None = None
 ) -> dict[str, Any] | None:
-    """The fewest changes of settings that make the run fit on the GPUs; {} if it fits already, None if none helps.
+    """The changes of settings that make the run fit on the GPUs and cost the least time (`step_seconds`); {} if it fits
+    already, None if none helps.
 
-    Among equally many changes, those that cost the least time come first. If a GPU cannot hold trainer and engine, some
-    GPUs are set aside for engines. Adapters, which train fewer parameters, are the last resort.
+    Some GPUs may be set aside for engines, on one machine, where ``llmrl launch`` starts them. Adapters, which train
+    fewer parameters, are the last resort.
     """
+
+    def seconds(config: ModelSource, changes: dict[str, Any]) -> float:
+        trainers = replace(gpu, count=gpu.count - changes.get("rollout.gpus", 0))
+        return _seconds(config, changes, shape, trainers, lengths)
+
     for adapters in ({}, {"lora.r": 16}, {"lora.r": 16, "lora.quantize": "nf4"}):
         if adapters and (config.lora or ("lora.quantize" in adapters and config.parallel.mode == "fsdp2")):
             continue
         changed = with_changes(config, adapters)
-        for search in (_remedies_here, _remedies_apart):
-            if (found := search(changed, shape, gpu, lengths)) is not None:
-                return adapters | found
+        if (found := _remedies_here(changed, shape, gpu, lengths)) == {}:
+            return adapters
+        apart = _remedies_apart(changed, shape, gpu, lengths)
+        if possible := [changes for changes in (found, *apart) if changes is not None]:
+            return adapters | min(possible, key=lambda changes: seconds(changed, changes))
     return None
+
+
+def _seconds(
+    config: ModelSource, changes: dict[str, Any], shape: ModelShape, trainers: GPU, lengths: RowLengths | None
+) -> float:
+    changed = with_changes(config, changes)
+    rollout = changed.rollout if isinstance(changed, GRPOConfig) else RolloutSettings()
+    tokens = _rows(changed, 1) * (lengths or row_bound(config)).longest
+    return step_seconds(changed, shape, trainers, tokens, engines=rollout.gpus or trainers.count, changes=len(changes))
 
 
 def _remedies_apart(
     config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None
-) -> dict[str, Any] | None:
+) -> Iterator[dict[str, Any]]:
     """`remedies` with engines on separate GPUs."""
     apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
-    if not apart or config.rollout.elsewhere:
-        return None
-    for num_engines in filter(None, (gpu.count // 8, gpu.count // 4, gpu.count // 2)):
+    if not apart or config.rollout.elsewhere or gpu.nodes > 1:
+        return
+    for num_engines in sorted({gpu.count // 8, gpu.count // 4, gpu.count // 2} - {0}):
         trainers = replace(gpu, count=gpu.count - num_engines)
         for parts in (1, 2, 4, 8):
             changes: dict[str, Any] = {"rollout.gpus": num_engines}
@@ -379,9 +397,8 @@ def _remedies_apart(
             even = not num_engines % parts and can_spread(shape.heads, parts)
             if even and sum(_engine_apart(changed, shape, gpu).values()) <= gpu.bytes:
                 if (here := _remedies_here(changed, shape, trainers, lengths)) is not None:
-                    return changes | here
+                    yield changes | here
                 break  # a larger tensor_parallel does not change the trainers
-    return None
 
 
 def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:
@@ -393,10 +410,10 @@ def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:
 def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None) -> str:
     """The smallest number of such GPUs (doubled each time) that fits, and the settings to change there, in words."""
     for power in range(1, 7):
-        more = replace(gpu, count=gpu.count << power)
+        more = gpu.of(gpu.count << power)
         changed = with_changes(config, changes := _even_prompts(config, more.count))
         if (found := remedies(changed, shape, more, lengths)) is not None:
-            return f"more GPUs would be needed: it fits on {more.count}{_in_words(changes | found)}"
+            return f"more GPUs would be needed: it fits on {more.place}{_in_words(changes | found)}"
     return "more or larger GPUs would be needed"
 
 
@@ -437,7 +454,8 @@ def _remedies_here(
     most = {name: options[-1] for name, options in values.items() if options}
     if not fits(most | {"memory.offload": "activations"}) and not fits(most | {"optim.name": config.optim.name}):
         return None
-    return next((changes for changes in _fewest_first(values) if fits(changes)), None)
+    by_time = sorted(_fewest_first(values), key=lambda changes: _seconds(config, changes, shape, gpu, lengths))
+    return {} if fits({}) else next((changes for changes in by_time if fits(changes)), None)
 
 
 def _smaller_microbatches(config: ModelSource, longest: int) -> list[int]:
