@@ -236,14 +236,14 @@ def test_one_process_may_hold_one_session_after_another_of_another_precision():
             assert ("bfloat16" in session.describe()) == (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize(("budget", "passes"), [(16384, 1), (60, 2)])
-def test_the_probe_scores_rows_of_other_lengths_together_as_the_engine_scores_each_alone(budget, passes):
+@pytest.mark.parametrize(("sharded", "budget", "passes"), [(True, 16384, 1), (True, 60, 2), (False, 16384, 3)])
+def test_the_probe_of_a_sharded_model_scores_rows_together_as_the_engine_scores_each_alone(sharded, budget, passes):
     """Three rows, of 30, 26 and 5 tokens or fewer; a sharded model is gathered for every pass."""
     engine = {"llmrl.modules.llm.engines:TransformersEngine": {"eos_token_ids": [], "pad_token_id": 0}}
     settings = config(rollout={"engine": engine}, tokens_per_microbatch=budget)
     model, calls = tiny_model(heads=2), []
     with Session(settings) as session, closing(RolloutEngine(settings, session, model, tiny_tokenizer())) as engine:
-        scorer = TokenScorer(model)
+        session.sharded, scorer = sharded, TokenScorer(model)
         scorer.register_forward_hook(lambda *_: calls.append(1))
         engine.set_probe_rows(random_rows(), scorer)
         assert len(calls) == passes

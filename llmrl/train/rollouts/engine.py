@@ -207,9 +207,12 @@ class RolloutEngine:
         rows += [(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), {})] * missing
         sequences, masks = [ids for ids, _, _ in rows], [mask for _, mask, _ in rows]
         self._probed_images = [images for _, _, images in rows]
+        alone = [[row] for row in range(len(rows))]  # computes what an engine does that scores rows one by one
         self._probed_parts = microbatches([len(ids) for ids in sequences], self._budget)
-        if self.session.any(any(self._probed_images)):
-            self._probed_parts = [[row] for row in range(len(rows))]  # a placeholder has no image, so no batch with any
+        # Only a sharded model, which is gathered for each pass, is worth the rounding of a batch; placeholders have no
+        # images, and a batch has them in all rows or in none.
+        if not self.session.sharded or self.session.any(any(self._probed_images)):
+            self._probed_parts = alone
         more = max(self.session.gather([len(self._probed_parts)])) - len(self._probed_parts)
         self._probed_parts += [[0]] * more
         self._probe.use(sequences, masks, self._engine_scores, partial(self._score, scorer))
