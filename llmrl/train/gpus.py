@@ -16,6 +16,7 @@ _GPUS = {  # GiB that a program can allocate, and dense bfloat16 TFLOP/s; 0: no 
     "T4": (14.6, 0),
     "V100": (31.7, 0),
     "A10": (22.0, 125),
+    "A10G": (22.0, 70),
     "L4": (22.0, 121),
     "3090": (23.6, 71),
     "4090": (23.6, 165),
@@ -25,7 +26,12 @@ _GPUS = {  # GiB that a program can allocate, and dense bfloat16 TFLOP/s; 0: no 
     "L40S": (44.4, 362),
     "A100-40": (39.4, 312),
     "A100": (79.2, 312),
+    "RTX-PRO-6000": (94.9, 503),
+    "H20": (95.0, 148),
+    "H100-PCIe": (79.2, 756),
+    "H100-NVL": (93.1, 835),
     "H100": (79.2, 989),
+    "GH200": (94.5, 989),
     "H200": (139.8, 989),
     "B200": (178.4, 2250),
     "MI300X": (191.5, 1307),
@@ -116,8 +122,9 @@ def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
         return None
     name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     words = name.replace("-", " ").split()
-    labels = [label for label in _GPUS if label.partition("-")[0] in words]
-    label = min(labels, key=lambda label: abs(_GPUS[label][0] * _GIB - memory), default=None)  # A100s have two sizes
+    words += [word.removesuffix("GB") for word in words]  # A100s have two sizes
+    parts = {label: label.split("-") for label in _GPUS if all(part in words for part in label.split("-"))}
+    label = max(parts, key=lambda label: len(parts[label]), default=None)
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", count))  # set by torchrun
     found = _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)

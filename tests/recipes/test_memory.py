@@ -376,6 +376,12 @@ def test_the_page_has_the_table_of_the_plan():
         ("NVIDIA A100-SXM4-80GB", 79.3, "A100"),
         ("NVIDIA A100-PCIE-40GB", 39.5, "A100-40"),
         ("NVIDIA L40S", 44.5, "L40S"),
+        ("NVIDIA A10G", 22.0, "A10G"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100"),
+        ("NVIDIA H100 PCIe", 79.2, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 93.0, "H100-NVL"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "RTX-PRO-6000"),
+        ("NVIDIA GH200 480GB", 94.5, "GH200"),
         ("GeForce GTX 1080", 7.9, "GeForce GTX 1080"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from llmrl.errors import TrainingError
+from llmrl.errors import ConfigError, TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import LogProbs, Masks
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
@@ -250,3 +250,18 @@ def test_the_probe_of_a_sharded_model_scores_rows_together_as_the_engine_scores_
         assert engine.push(scorer)["mismatch/probe"] < 1e-6
         assert len(calls) == 2 * passes
         assert not engine.warning
+
+
+def test_memory_that_loading_left_unused_is_free_before_an_engine_asks_for_its_share(monkeypatch):
+    calls = []
+
+    def build(*arguments, **options):
+        calls.append("built")
+        raise ConfigError("enough is known")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    monkeypatch.setattr("llmrl.train.rollouts.engine.VLLMEngine", build)
+    settings = config(rollout={"engine": "vllm"})
+    with Session(settings) as session, pytest.raises(ConfigError, match="enough"):
+        RolloutEngine(settings, session, tiny_model(), tiny_tokenizer())
+    assert calls == ["emptied", "built"]

@@ -117,6 +117,7 @@ class RolloutEngine:
         source = [*servers[begin:], *servers[:begin]] or model.name_or_path or model  # a path: its files
         common = {"tokenizer": tokenizer, "devices": plan.devices, "seed": config.seed, "silence_s": _SILENCE_S}
         by_group = settings.max_staleness > 1 or settings.oversample > 0
+        torch.cuda.empty_cache()  # what loading the model left in torch's cache is not free for the engine
         overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
         with _half_the_threads() if overlaps else nullcontext():
             if by_group and not servers:  # groups in flight continue with new weights
