@@ -39,11 +39,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.tools": BASE,
     "llmrl.chat_templates": BASE,
     "llmrl.data": (*BASE, *TOOLS),
-    "llmrl.modules": (*BASE, *TOOLS, "llmrl.data"),
+    "llmrl.weight_update": BASE,
+    "llmrl.modules": (*BASE, *TOOLS, "llmrl.data", "llmrl.weight_update"),
     "llmrl.envs": (*BASE, "llmrl.data"),
     "llmrl.envs.llm": (*BASE, *TOOLS, "llmrl.data", "llmrl.envs", "llmrl.modules"),
     "llmrl.objectives": (*BASE, "llmrl.data", "llmrl.modules", "llmrl.envs.transforms.base"),
-    "llmrl.weight_update": BASE,
     "llmrl.collectors": (
         *(*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
         *("llmrl.objectives", "llmrl.weight_update"),

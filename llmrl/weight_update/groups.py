@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
 
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+
 
 class LazyWeight(NamedTuple):
     """A weight that is built on demand: every call of ``make`` returns it."""

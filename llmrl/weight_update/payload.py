@@ -13,11 +13,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import MissingKeyError, WeightSyncError
+from llmrl.weight_update.buffers import padded_size
 from llmrl.weight_update.target import ModelTarget
 
 Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
-
-_ALIGNMENT = 64  # bytes: enough for any dtype, and the size of a cache line
 
 
 @dataclass
@@ -60,7 +59,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:
         if not isinstance(tensor, Tensor):
             raise WeightSyncError(f"weights: {name!r} must be a tensor: got {type(tensor).__name__}. Nothing was sent.")
         layout[name] = (tensor.dtype, tensor.shape, size)
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += padded_size(tensor.nbytes)
     return layout, size
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError
-from llmrl.weight_update.groups import WeightGroups, weight_groups
+from llmrl.weight_update.groups import Metadata, WeightGroups, weight_groups
 from llmrl.weight_update.lora import merged_weights
 from llmrl.weight_update.target import named_tensors
 
-Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 Weights = Mapping[str, Tensor] | WeightGroups
 
 

@@ -25,9 +25,9 @@ from table import Row, benchmark
 from timing import best, memory_mb
 from torch import Tensor
 
-from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, WeightTransfer
 from llmrl.modules.llm.engines.weights import WeightSet
+from llmrl.weight_update.buffers import SharedBuffer, StoredTensor
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEn
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
-from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
 from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, WeightTransfer
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish, weight_groups
+from llmrl.weight_update.buffers import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
 from tests.support.vllm import SameScores, WatchedGroups, assert_rows_close, left_in_memory, scorer, trainer_log_probs
 from tests.support.vllm import stepped as stepped_by
 

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError, did_you_mean
 from llmrl.modules.llm.vision import model_class
+from llmrl.weight_update.groups import Metadata, WeightGroups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
-
-
-class WeightGroups(Protocol):
-    """Weights that are produced group by group; ``metadata`` describes all of them in advance."""
-
-    @property
-    def metadata(self) -> Metadata: ...
-
-    def __iter__(self) -> Iterator[Mapping[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)

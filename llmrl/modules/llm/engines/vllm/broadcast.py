@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from llmrl.errors import ConfigError
-from llmrl.modules.llm.engines.vllm.shared_memory import Buffer
 from llmrl.optional import require
+from llmrl.weight_update.buffers import Buffer
 
 
 def stateless_init_process_group(

@@ -30,8 +30,9 @@ from llmrl.modules.llm.engines.vllm.transfer import (
     transfer_settings,
 )
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
-from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
+from llmrl.modules.llm.engines.weights import WeightSet, WeightSpec
 from llmrl.modules.llm.vision import Media, has_images
+from llmrl.weight_update.groups import WeightGroups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -20,9 +20,9 @@ from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, did_you
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
-from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
+from llmrl.weight_update.buffers import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
 
 CallWorkers = Callable[..., list[Any]]  # (method, end, **arguments): each worker's answer, by ``end``
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from llmrl.concurrency import parent_watchdog
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
-from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
+from llmrl.weight_update.buffers import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 

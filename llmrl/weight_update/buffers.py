@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _SHARED_MEMORY = Path("/dev/shm")
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: enough for any dtype, and the size of a cache line
 _CHUNK = 1 << 20  # bytes copied at a time: small enough to be still in the cache when they are summed
 
 

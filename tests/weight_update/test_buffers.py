@@ -10,7 +10,8 @@ import torch
 
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm import transfer
-from llmrl.modules.llm.engines.vllm.shared_memory import (
+from llmrl.modules.llm.engines.weights import WeightSet
+from llmrl.weight_update.buffers import (
     Buffer,
     CudaBuffer,
     SharedBuffer,
@@ -18,7 +19,6 @@ from llmrl.modules.llm.engines.vllm.shared_memory import (
     checksum,
     padded_size,
 )
-from llmrl.modules.llm.engines.weights import WeightSet
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 SHAPES = [(), (1,), (7,), (3, 5), (0, 4), (700, 500)]
@@ -85,7 +85,7 @@ def test_no_room_is_an_error_and_leaves_no_file():
 def test_nothing_is_left_when_the_process_that_made_it_is_killed():
     """The path is gone as soon as the peer has it; the peer goes on reading."""
     code = (
-        "import os, signal, torch\nfrom llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer\n"
+        "import os, signal, torch\nfrom llmrl.weight_update.buffers import SharedBuffer\n"
         "block = SharedBuffer.create(4096)\nblock.write('w', torch.arange(4), offset=0)\n"
         "print(block.path, flush=True)\ninput()\nblock.unlink()\nos.kill(os.getpid(), signal.SIGKILL)"
     )
