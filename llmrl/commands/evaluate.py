@@ -94,14 +94,21 @@ def evaluate(
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         with closing(make_task(config.env, tokenizer)) as task:
             for settings, rows in sets:  # before weights are loaded
-                task.measured(settings).longest_prompt(rows)
+                measured = task.measured(settings)
+                measured.longest_prompt(rows)
+                if not measured.scored(rows):
+                    raise ConfigError(
+                        f"llmrl eval: answers are measured by a reward: the {command} run {run_dir.name} has none; "
+                        "give env.reward=..."
+                    )
             model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
             policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
             for settings, rows in sets:
                 asking = {"samples": samples, "temperature": temperature}
                 if isinstance(config, GRPOConfig):
                     asking["concurrency"] = config.rollout.concurrency
-                for part, own in task.measured(settings).parts(rows):
+                measured = task.measured(settings)
+                for part, own in measured.parts(measured.scored(rows)):
                     make = partial(Evaluator, session, policy, part, own, settings, **asking)
                     _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
     if isinstance(config, SFTConfig) and config.eval.loss and not data and samples == 1 and not temperature:

@@ -33,6 +33,8 @@ def test_a_student_comes_closer_to_its_teacher_without_a_reward(place, teacher, 
     if options.get("estimator") != "sample":  # which is of a few tokens: its mean is in tests/objectives
         assert distances[-1] < 0.9 * distances[0]
     assert all(row["reward/mean"] == 0 and row["group/kept_frac"] == 1 for row in rows if "reward/mean" in row)
+    words = ["answers are measured by a reward: the distill run run has none"]
+    place.run("eval", "runs/run", "--data", "prompts.jsonl", code=2, words=words)
 
 
 def test_the_divergence_may_be_added_to_the_loss_by_reward_and_is_resumed(place, teacher):
