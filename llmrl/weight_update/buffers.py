@@ -186,7 +186,8 @@ def _shareable_segments() -> Iterator[None]:
     """Allocates GPU memory outside of expandable segments. A handle of those needs a system call (pidfd_getfd) that
     many containers forbid.
     """
-    was = torch._C._accelerator_getAllocatorSettings()
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not of every version of torch
+    was = read() if read else ""
     if "expandable_segments:true" not in was.lower().replace(" ", ""):
         yield
         return
