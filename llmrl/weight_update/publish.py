@@ -52,6 +52,7 @@ def publish(
     Raises  WeightSyncError, with the engine unchanged, if the version does not increase, or a weight of ``metadata``
             is missing or differs; also, naming the engine, if the engine refuses the weights
 
+    >>> import torch
     >>> class Receiver:
     ...     version = 0
     ...     def update_weights(self, weights, *, version):

@@ -112,6 +112,7 @@ def test_the_teachers_likeliest_tokens_give_a_lower_bound_that_all_of_them_reach
     torch.testing.assert_close(values[-1], whole, atol=2e-4, rtol=1e-4)  # a rest of 1e-6 is kept for the teacher
 
 
+@pytest.mark.slow  # TRL is imported
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("beta", BETAS)
