@@ -111,7 +111,7 @@ def evaluate(
                 for part, own in measured.parts(measured.scored(rows)):
                     make = partial(Evaluator, session, policy, part, own, settings, **asking)
                     _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
-    if isinstance(config, SFTConfig) and config.eval.loss and not data and samples == 1 and not temperature:
+    if isinstance(config, SFTConfig) and config.eval.loss and not data:
         return _measure_rows(run_dir, command, config, checkpoint, asked, as_json=as_json)
     return 0
 

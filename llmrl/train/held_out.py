@@ -46,7 +46,7 @@ def tokenize_held_out(
     """
     settings = config.eval
     path = config.data.path if config.env is not None else settings.dataset or config.data.path
-    if config.env is not None and is_file(path) and not Path(path).is_dir():
+    if config.env is not None and is_file(path) and not Path(path).expanduser().is_dir():
         raise DataError(
             f"eval.loss measures the split {settings.split} of data.path: got a file, which has no splits: {path}; "
             "name a folder or a hub dataset, or leave out env and give eval.dataset."

@@ -160,7 +160,9 @@ def test_vllm_answers_as_transformers_does(tokenizer, plain):
 
 
 def test_the_notebook_runs_and_its_model_answers_better(tmp_path, monkeypatch):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    import nbclient
+    import nbformat
+
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     folder = tmp_path / "docs" / "notebooks"

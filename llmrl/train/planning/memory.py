@@ -22,7 +22,7 @@ from llmrl.modules.llm.sequence_split import can_share_heads
 from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.data.lengths import RowLengths
-from llmrl.train.gpus import GPU, find_gpu
+from llmrl.train.gpus import GPU, find_gpu, host_memory
 from llmrl.train.models.lora import num_trained, saved_modules
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.planning.seconds import step_seconds
@@ -506,7 +506,7 @@ def memory_rows(
     plan = _plan_on(config, shape, gpu, lengths, count)
     if gpu and not _fits(plan, gpu):
         raise ConfigError(_does_not_fit(config, shape, plan, gpu, lengths))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count
+    memory = host_memory() / count
     place = f"CPU, {_gib(memory)} GiB of RAM" + " for each process" * (count > 1)
     if gpu:
         place = f"{gpu.count} x {gpu.name}, {_gib(gpu.bytes)} GiB each"
