@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from llmrl.optional import require
 from llmrl.train.settings.machine import OptimSettings
+from llmrl.weight_update.buffers import pin
 
 
 def import_optimizer(optim: OptimSettings) -> Any:
@@ -216,8 +216,12 @@ class OffloadedAdamW(torch.optim.AdamW):
         if self._moments is None:
             assert all(parameter.dtype == torch.float32 for parameter in parameters), "trained weights are float32"
             self._moments = torch.zeros(2, sum(_local(parameter).numel() for parameter in parameters))
-            if parameters and parameters[0].is_cuda and torch.cuda.is_available():
-                _pin(self, self._moments)
+            on_gpu = parameters and parameters[0].is_cuda and torch.cuda.is_available()
+            if on_gpu and not pin(self, self._moments):
+                size = f"{self._moments.nbytes / 2**30:.1f} GiB"
+                warnings.warn(
+                    f"optim.name=adamw_offload: {size} of host memory cannot be pinned: copies are slow", stacklevel=4
+                )
         begin = 0
         for parameter in parameters:
             state, local = self.state[parameter], _local(parameter)
@@ -287,18 +291,6 @@ def _update(group: dict[str, Any], weights: Tensor, gradient: Tensor, moments: T
     step = torch.full((), steps, device=weights.device)
     state = [moments[0]], [moments[1]], [], [step]
     adamw([weights], [gradient], *state, fused=True, amsgrad=False, maximize=False, **options)
-
-
-def _pin(owner: Any, tensor: Tensor) -> None:
-    """Lets GPUs copy from and to ``tensor`` while the program goes on, as long as ``owner`` exists."""
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
-        size = f"{tensor.nbytes / 2**30:.1f} GiB"
-        warnings.warn(
-            f"optim.name=adamw_offload: {size} of host memory cannot be pinned: copies are slow", stacklevel=4
-        )
-        return
-    weakref.finalize(owner, runtime.cudaHostUnregister, tensor.data_ptr())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -112,10 +112,8 @@ class SharedBuffer(Buffer):
         # Pages are populated now if the system supports it, so that the first update is not slower.
         memory = mmap.mmap(handle, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         super().__init__(torch.frombuffer(memory, dtype=torch.uint8))  # unmapped with the last tensor that views it
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # pinned: a GPU then copies at full speed
-            start = self.bytes.data_ptr()
-            if int(torch.cuda.cudart().cudaHostRegister(start, size, 0)) == 0:
-                weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, start)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            pin(self, self.bytes)
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
@@ -153,6 +151,17 @@ class SharedBuffer(Buffer):
             open_workers({"path": self.path, "size": self.size})
         finally:
             self.unlink()
+
+
+def pin(owner: Any, memory: Tensor) -> bool:
+    """Lets GPUs copy from and to host memory at full speed, while the program goes on, as long as ``owner`` exists.
+    False if that is refused.
+    """
+    runtime, start = torch.cuda.cudart(), memory.data_ptr()
+    if int(runtime.cudaHostRegister(start, memory.nbytes, 0)):
+        return False
+    weakref.finalize(owner, runtime.cudaHostUnregister, start)
+    return True
 
 
 class CudaBuffer(Buffer):
