@@ -204,7 +204,7 @@ def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> 
         part = {}
         for name, value in weights.items():
             if unit_files[_unit(name)] == number:
-                gathered = value.make()  # a collective: also without a write, or after a failed one
+                gathered = value.build()  # a collective: also without a write, or after a failed one
                 if first.writes:
                     part[name] = gathered.cpu()
         first.write(write_file, part, file)

@@ -1,11 +1,12 @@
 """A model's full weights, one group at a time, so that the trainer never holds a second copy of the model.
 
-If parameters are sharded (FSDP2) each group is gathered when it is requested, and freed when the next one is.
+If parameters are sharded (FSDP2) each group is gathered when it is requested, and freed when the next one is. Weights
+for an engine of another precision are cast before they are gathered: fewer bytes, and the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -18,15 +19,18 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class LazyWeight(NamedTuple):
-    """A weight that is built on demand: every call of ``make`` returns it."""
+    """A weight that is built on demand, in ``dtype``: every call of ``make`` with a dtype returns it."""
 
     dtype: torch.dtype
     shape: torch.Size
-    make: Callable[[], Tensor]
+    make: Callable[[torch.dtype], Tensor]
 
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    def build(self) -> Tensor:
+        return self.make(self.dtype)
 
 
 class WeightGroups:
@@ -51,6 +55,18 @@ class WeightGroups:
         self.weights, self._max_bytes = dict(weights), max_bytes
         self.metadata = {name: (weight.dtype, weight.shape) for name, weight in self.weights.items()}
 
+    def cast(self, dtype: torch.dtype | None, kept: Collection[str] = ()) -> WeightGroups:
+        """The same weights in ``dtype`` (None: in their own), but for integers and those with a part of their name in
+        ``kept``.
+        """
+        return WeightGroups(
+            {
+                name: weight._replace(dtype=sent_dtype(name, weight.dtype, dtype, kept))
+                for name, weight in self.weights.items()
+            },
+            max_bytes=self._max_bytes,
+        )
+
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         group: dict[str, Tensor] = {}
@@ -60,7 +76,7 @@ class WeightGroups:
             if group and size + weight.num_bytes > self._max_bytes:
                 yield group
                 group, size = {}, 0
-            group[name] = weight.make()
+            group[name] = weight.build()
             size += weight.num_bytes
         if group:
             yield group
@@ -68,7 +84,7 @@ class WeightGroups:
     @torch.no_grad()
     def built(self) -> dict[str, Tensor]:
         """All weights at once."""
-        return {name: weight.make() for name, weight in self.weights.items()}
+        return {name: weight.build() for name, weight in self.weights.items()}
 
     def drain(self) -> None:
         """Takes part in the collectives of the rank that uses the weights."""
@@ -87,9 +103,15 @@ def weight_groups(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups
     return WeightGroups(weights, max_bytes=max_bytes)
 
 
-def whole(value: Tensor) -> Tensor:
-    """The detached tensor; a sharded one is gathered, which is a collective."""
-    value = value.detach()
+def sent_dtype(name: str, own: torch.dtype, dtype: torch.dtype | None, kept: Collection[str] = ()) -> torch.dtype:
+    """The dtype of a weight for an engine that computes in ``dtype``, but keeps names with a part in ``kept``."""
+    return own if dtype is None or not own.is_floating_point or any(part in name for part in kept) else dtype
+
+
+def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The detached tensor, in ``dtype`` if given; a sharded one is gathered, which is a collective."""
+    value, dtype = value.detach(), dtype or value.dtype
     if not hasattr(value, "full_tensor"):
-        return value
-    return value.to(value.device_mesh.device_type).full_tensor()  # shards may be offloaded to the CPU
+        return value.to(dtype)
+    # Shards may be offloaded to the CPU. Each rank casts its own: half of the bytes are gathered.
+    return value.to(value.device_mesh.device_type).to(dtype).full_tensor()

@@ -123,9 +123,9 @@ def write_adapter(model: nn.Module, folder: Path) -> None:
     settings.save_pretrained(folder)
 
 
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole tensor in the precision of the base model: modules that are trained in full are float32."""
-    return whole(value).to(dtype)
+def _cast(value: Tensor, base: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """The whole tensor, rounded to the precision of the base model: modules that are trained in full are float32."""
+    return whole(value, base).to(dtype)
 
 
 def _is_active(layer: Any) -> bool:
@@ -134,23 +134,23 @@ def _is_active(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def _merged(layer: nn.Module, leaf: str) -> Tensor:
-    """A parameter of the layer's base after merging, in a copy of the layer with unsharded parameters."""
+def _merged(layer: nn.Module, leaf: str, dtype: torch.dtype) -> Tensor:
+    """A parameter of the layer's base after merging, in a copy of the layer with unsharded parameters, cast last."""
     # The memo makes deepcopy use these instead of the parameters, which may be sharded: merging needs full tensors.
     plain = {id(own): nn.Parameter(whole(own).clone(), requires_grad=False) for own in layer.parameters()}
     merged: Any = copy.deepcopy(layer, memo=plain)
     merged.merge()
-    return merged.get_base_layer().get_parameter(leaf).detach()
+    return merged.get_base_layer().get_parameter(leaf).detach().to(dtype)
 
 
 @torch.no_grad()
-def _unpacked(layer: Any, value: Any, dtype: torch.dtype) -> Tensor:
-    """A dequantized 4-bit weight, with the adapters of ``layer`` (None: there are none) merged in."""
+def _unpacked(layer: Any, value: Any, base: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """A 4-bit weight, dequantized to ``base``, with the adapters of ``layer`` (None: there are none) merged in."""
     functional = require("bitsandbytes.functional", extra="qlora", used_by="merged_weights")
-    matrix = functional.dequantize_4bit(value.data, value.quant_state).to(dtype)
+    matrix = functional.dequantize_4bit(value.data, value.quant_state).to(base)
     for adapter in layer.active_adapters if layer is not None and _is_active(layer) else ():
-        matrix += layer.get_delta_weight(adapter).to(dtype)
-    return matrix
+        matrix += layer.get_delta_weight(adapter).to(base)
+    return matrix.to(dtype)
 
 
 def _peft(module: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
-from llmrl.errors import ConfigError, DataError, WeightSyncError
+from llmrl.errors import ConfigError, DataError, LLMRLError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
 from llmrl.modules.llm.log_probs import TokenScorer
@@ -26,7 +26,8 @@ from llmrl.train.distributed import Session
 from llmrl.train.planning.engines import EnginePlan, load_engine
 from llmrl.train.ray_servers import RayServers, connect
 from llmrl.train.settings.grpo import GRPOConfig
-from llmrl.weight_update import SyncProbe, adapter_folder, publish
+from llmrl.weight_update import SyncProbe, WeightGroups, adapter_folder, publish
+from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,8 +101,19 @@ class RolloutEngine:
         # Of the ranks that share an engine (the same server addresses) only the first sends weights.
         place = engine.address or f"rank {session.rank}"
         self._sends = session.gather([place]).index(place) == session.rank
+        self._precision = self._agreed_precision(engine)
         if servers or own is not None or (config.lora and self._has_copy):
             self._send(engine.version)  # their weights are unknown; a local vLLM has only the base model's
+
+    def _agreed_precision(self, engine: Engine) -> tuple[torch.dtype | None, tuple[str, ...]]:
+        """`Engine.weight_precision`, the same on all ranks, which gather weights together; none if they need not."""
+        mine: list[tuple[torch.dtype | None, tuple[str, ...]]] = []
+        if self.session.sharded and self._has_copy and not self._takes_adapter:
+            if self._sends:
+                with suppress(LLMRLError):  # the first push says what is wrong
+                    mine = [engine.weight_precision()]
+            mine = self.session.gather(mine)
+        return mine[0] if mine else (None, ())
 
     def _make_vllm(
         self, config: GRPOConfig, plan: EnginePlan, servers: Sequence[str], tokenizer: PreTrainedTokenizerBase
@@ -186,8 +198,10 @@ class RolloutEngine:
                 with adapter_folder(self.model) as folder:
                     engine.update_adapter(folder, version=version)
             else:
-                model = self.model if self._has_copy else None
-                publish(model, engine, version, again=engine.version == version, sends=sends)
+                weights = as_weights(self.model) if self._has_copy else None
+                if isinstance(weights, WeightGroups):
+                    weights = weights.cast(*self._precision)
+                publish(weights, engine, version, again=engine.version == version, sends=sends)
             labels = engine.core.labels if self._on_servers and sends else None
         except WeightSyncError as caught:
             error = str(caught)

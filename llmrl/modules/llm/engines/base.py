@@ -184,6 +184,12 @@ class Engine(Protocol):
     @abstractmethod
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
 
+    def weight_precision(self) -> tuple[torch.dtype | None, tuple[str, ...]]:
+        """The dtype in which new weights are sent (None: their own), and parts of the names of those that are not cast:
+        a sharded trainer casts weights before it gathers them.
+        """
+        return None, ()
+
     def take_gauges(self) -> dict[str, float]:
         """Numbers of the engine since the last call, named as in `llmrl.modules.llm.engines.vllm.gauges`."""
         return {}

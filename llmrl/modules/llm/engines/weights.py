@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError, did_you_mean
 from llmrl.modules.llm.vision import model_class
-from llmrl.weight_update.groups import Metadata, WeightGroups
+from llmrl.weight_update.groups import Metadata, WeightGroups, sent_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,11 +34,9 @@ class WeightSet:
     @cached_property
     def sent(self) -> Metadata:
         """``metadata`` of the tensors that `pairs` yields."""
-        sent = dict(self.metadata)
-        for name, (own, shape) in self.metadata.items():
-            if self.dtype and own.is_floating_point and not any(part in name for part in self.kept):
-                sent[name] = self.dtype, shape
-        return sent
+        return {
+            name: (sent_dtype(name, own, self.dtype, self.kept), shape) for name, (own, shape) in self.metadata.items()
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +84,7 @@ class WeightSpec:
             self._model: nn.Module = model_class(config).from_config(config)
         self.unsaved_buffers = unsaved_buffers(self._model)
         kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        self._kept = tuple({part for name in kept for part in getattr(self._model, name, None) or ()})
+        self.kept = tuple({part for name in kept for part in getattr(self._model, name, None) or ()})
         names: dict[int, str] = {}
         self._stored_name = {}  # name -> its name in a checkpoint, which stores tied weights once
         self._own: dict[str, Tensor] = {}
@@ -125,7 +123,7 @@ class WeightSpec:
                 )
         renamed = self._renamed(weights)
         metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in renamed.items()}
-        return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups), kept=self._kept)
+        return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups), kept=self.kept)
 
     def _check_tied_once(self, names: Iterable[str]) -> None:
         """Raises for two names of one tied weight: comparing them would need both of their groups at once."""

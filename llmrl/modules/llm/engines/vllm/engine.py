@@ -344,6 +344,11 @@ class VLLMEngine(SeededEngine):
             self._incomplete, self._has_adapter = False, True
             self.version = version
 
+    def weight_precision(self) -> tuple[torch.dtype | None, tuple[str, ...]]:
+        """That of the workers. Raises LLMRLError if they do not answer."""
+        [described, *_] = self.core.call_workers("llmrl_describe", self._end(0))
+        return getattr(torch, described["dtype"]), self._weight_spec.kept
+
     @property
     def unsaved_buffers(self) -> frozenset[str]:
         """Names that a set of weights may leave out: buffers that the model creates itself."""
