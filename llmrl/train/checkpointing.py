@@ -72,7 +72,8 @@ def save_state(
     """
     disable_progress_bar()  # Transformers' own, which would disturb the console
     shards: dict[str, DTensor] = {}
-    state = {"step": step, "rng": torch.get_rng_state(), **_take_shards(state, shards)}
+    random = {"rng": torch.get_rng_state(), **cuda_random_states(session)}
+    state = {"step": step, **random, **_take_shards(state, shards)}
 
     def write(path: Path) -> None:
         first = _FirstRank(session, path)
@@ -96,6 +97,20 @@ def save_state(
     with session.raises_on_all():
         if session.is_first:
             store.publish(step, background=background)
+
+
+def cuda_random_states(session: Session) -> dict[str, list[Tensor]]:
+    """ "cuda_rng": the random state of each rank's GPU, in rank order; {} without GPUs. A collective."""
+    if session.device.type != "cuda":
+        return {}
+    return {"cuda_rng": session.gather([torch.cuda.get_rng_state(session.device)])}
+
+
+def restore_cuda_random(state: Mapping[str, Any], session: Session) -> None:
+    """Restores this rank's of `cuda_random_states`, if the checkpoint has one. After everything that seeds a GPU."""
+    states = state.get("cuda_rng", ())
+    if session.device.type == "cuda" and session.rank < len(states):
+        torch.cuda.set_rng_state(states[session.rank], session.device)
 
 
 class _FirstRank:
@@ -288,7 +303,7 @@ def _has_shards(state: Any) -> bool:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Reads the state that `save_state` wrote, and restores torch's random state. Executes no code from the file.
+    """Reads the state that `save_state` wrote, and restores the CPU's random state. Executes no code from the file.
 
     Raises  DataError if the file is missing, or contains anything but a state
     """

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, to_rows
 from llmrl.train.models.shape import model_shape
 
 if TYPE_CHECKING:
@@ -92,13 +96,71 @@ def deal_batch(
     """
     if session.world_size == 1:
         return None if batch is None else batch.to(session.device), 1.0
-    # Every rank gets all rows and computes the same distribution, so only rows need to be sent.
+    rows: list[Row] = []
+    lengths = _lengths(batch)
     if not everywhere:
-        parts = [part for part in session.gather([None if batch is None else batch.cpu()]) if part is not None]
-        batch = cat_rows(parts) if parts else None
-    if batch is None:
-        return None, 1.0
-    costs = row_costs([len(ids) for ids in batch.get(("tokens", "full"), as_list=True)], share)
-    groups = deal(costs, session.num_groups)
-    mine = groups[session.group]
-    return batch[torch.tensor(mine)].to(session.device) if mine else None, imbalance(costs, groups)
+        rows = [] if batch is None else to_rows(batch.cpu())
+        parts = session.gather([(lengths, _layout_of(rows))])
+        lengths, first = [length for part, _ in parts for length in part], sum(len(p) for p, _ in parts[: session.rank])
+        layouts = {layout for part, layout in parts if part}
+        if len(layouts) > 1 or None in layouts:  # such as images: only columns of all ranks are kept
+            batch = cat_rows(
+                [part for part in session.gather([None if batch is None else batch.cpu()]) if part is not None]
+            )
+            everywhere = True
+    costs = row_costs(lengths, share)
+    groups = deal(costs, session.num_groups)  # every rank computes the same
+    mine, balance = groups[session.group], imbalance(costs, groups)
+    if not lengths or everywhere:
+        return batch[torch.tensor(mine)].to(session.device) if mine else None, balance
+    # Each rank receives its own rows alone.
+    messages = []
+    for rank in range(session.world_size):
+        group = groups[rank * session.num_groups // session.world_size]
+        messages.append(_packed([rows[row - first] for row in group if first <= row < first + len(rows)]))
+    received = [row for message in session.exchange(messages) for row in _unpacked(message)]
+    return from_rows(received).to(session.device) if received else None, balance
+
+
+def _lengths(batch: TensorDictBase | None) -> list[int]:
+    return [] if batch is None else [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
+
+
+def _layout_of(rows: Sequence[Row]) -> str | None:
+    """The layout that all rows share, the same text on every rank; None if there is none."""
+    layout = rows[0].layout if rows else None
+    if layout is None or any(row.layout is not layout for row in rows):
+        return None
+    return hashlib.sha256(_text_of(layout).encode()).hexdigest()
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, Mapping):  # in no order that ranks share
+        value = sorted((key, _text_of(part)) for key, part in value.items())
+    return f"{type(value).__name__}({', '.join(map(_text_of, value))})" if isinstance(value, tuple) else repr(value)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as their bytes: torch's own form is larger than a row's number, and much slower."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        data = bytearray(value.contiguous().view(-1).view(torch.uint8).numpy())
+        return _tensor_of, (data, value.dtype, tuple(value.shape))
+
+
+def _tensor_of(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _packed(rows: Sequence[Row]) -> bytes:
+    written = io.BytesIO()
+    if rows:
+        _Pickler(written, pickle.HIGHEST_PROTOCOL).dump((rows[0].layout, [row.leaves for row in rows]))
+    return written.getvalue()
+
+
+def _unpacked(message: bytes) -> list[Row]:
+    layout, rows = pickle.loads(message) if message else (None, [])
+    return [Row(layout, leaves, None) for leaves in rows]

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
@@ -209,6 +209,26 @@ class Session:
     def gather(self, items: list[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank."""
         return gather_object(items) if self.world_size > 1 else items
+
+    def gather_on_first(self, items: list[T]) -> list[T]:
+        """The items of all ranks, in rank order, on the first rank; an empty list on the others."""
+        if self.world_size == 1:
+            return items
+        parts: list[Any] | None = [None] * self.world_size if self.is_first else None
+        dist.gather_object(items, parts)
+        return [item for part in parts or () for item in part]
+
+    def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
+        """Sends one message to each rank; returns those that the ranks sent to this one, in rank order."""
+        sizes = torch.tensor([len(message) for message in messages], device=self.device)
+        their_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(their_sizes, sizes)
+        bytes_sent = bytearray(b"".join(messages))
+        joined = torch.tensor(memoryview(bytes_sent) if bytes_sent else (), dtype=torch.uint8, device=self.device)
+        coming = their_sizes.tolist()
+        received = torch.empty(sum(coming), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(received, joined, coming, sizes.tolist())
+        return [part.numpy().tobytes() for part in received.cpu().split(coming)]
 
     @contextmanager
     def raises_on_all(self) -> Iterator[None]:

@@ -35,7 +35,14 @@ from llmrl.run.model_names import resolve_model
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 from llmrl.train.adapter_files import ADAPTER, adapter_in
-from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state, try_writing
+from llmrl.train.checkpointing import (
+    Stateful,
+    load_part,
+    load_state,
+    restore_cuda_random,
+    save_state,
+    try_writing,
+)
 from llmrl.train.distributed import Session
 from llmrl.train.models.loading import save_made_model
 from llmrl.train.optimizers import import_optimizer
@@ -186,6 +193,7 @@ class Run(AbstractContextManager):
                     warn(self.session.console, f"{self._folder.name} has no record of its data: they are not compared.")
                     continue
                 self._restore(name, part)
+            restore_cuda_random(self._state, self.session)
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")
         with self.session.raises_on_all():

@@ -55,6 +55,9 @@ class Buffer(ABC):
     def pass_on(self, start: int, end: int) -> None:  # noqa: B027 (most buffers have nothing to do)
         pass
 
+    def close(self) -> None:  # noqa: B027 (most buffers have nothing to do)
+        """Ends what `pass_on` has begun."""
+
     def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
         """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its size must be free. A GPU may
         still be copying afterwards: all bytes are there once `sealed` has returned.

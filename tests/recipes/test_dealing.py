@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+from llmrl.collectors.llm.batches import cat_rows
+from llmrl.data.ragged.tensordicts import column
 from llmrl.testing import tiny_model
-from llmrl.train.dealing import attention_share, deal, imbalance, row_costs
+from llmrl.train.dealing import attention_share, deal, deal_batch, imbalance, row_costs
+from tests.support.training_rows import random_rows
 
 
 def step_lengths(ranks, generator, kept=1.0):
@@ -58,6 +67,87 @@ def test_the_share_of_attention_is_over_what_a_token_is_multiplied_with(architec
             multiplied += weight.numel() * chosen
     width = config.num_attention_heads * getattr(config, "head_dim", 32)
     assert attention_share(model) == pytest.approx(2 * width / multiplied)
+
+
+class ThreadRank:
+    """A rank of several in one process: `Session`'s collectives between threads, which count the bytes received."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank, meeting, seen):
+        self.rank = self.group = rank
+        self.world_size = self.num_groups = meeting.parties
+        self.received = 0
+        self._meeting, self._seen = meeting, seen
+
+    def _swap(self, mine):
+        self._seen[self.rank] = mine
+        self._meeting.wait()
+        found = list(self._seen)
+        self._meeting.wait()
+        return found
+
+    def gather(self, items):
+        parts = self._swap(pickle.dumps(items))
+        self.received += sum(map(len, parts))
+        return [item for part in parts for item in pickle.loads(part)]
+
+    def exchange(self, messages):
+        mine = [part[self.rank] for part in self._swap(messages)]
+        self.received += sum(map(len, mine))
+        return mine
+
+
+def dealt_to(parts, share=1e-4):
+    """The rows of each rank, as `deal_batch` returns them, and the bytes that each received."""
+    meeting, seen = threading.Barrier(len(parts)), [None] * len(parts)
+    ranks = [ThreadRank(rank, meeting, seen) for rank in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        found = [pool.submit(deal_batch, rank, part, share) for rank, part in zip(ranks, parts, strict=True)]
+        return [future.result()[0] for future in found], [rank.received for rank in ranks]
+
+
+def named_rows(lengths, seed, **more):
+    rows = random_rows(lengths, seed)
+    rows["next"] = TensorDict({"reward": torch.randn(len(lengths), 1, 1)}, batch_size=[len(lengths)])
+    rows["next", "reward"][0] = math.nan  # of one that failed
+    rows["seed"] = torch.randint(1 << 62, (len(lengths),), generator=torch.Generator().manual_seed(seed))
+    rows["topic"] = column([f"of {seed}"] * len(lengths))
+    return rows.update(more)
+
+
+def same_rows(one, other):
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in ("advantage", "group_id", "seed", ("next", "reward")):
+        assert torch.equal(one[key].nan_to_num(7), other[key].nan_to_num(7))
+        assert one[key].dtype == other[key].dtype
+    for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
+        pairs = zip(one.get(key, as_list=True), other.get(key, as_list=True), strict=True)
+        assert all(torch.equal(mine, its) and mine.dtype == its.dtype for mine, its in pairs)
+    assert one.get("topic").tolist() == other.get("topic").tolist()
+
+
+def test_a_rank_receives_its_own_rows_alone_with_every_bit():
+    generator = random.Random(0)
+    parts = [named_rows([generator.randrange(1000, 2000) for _ in range(64)], seed) for seed in range(16)]
+    parts[5] = None  # a rank may have none
+    dealt, received = dealt_to(parts)
+    every = cat_rows([part for part in parts if part is not None])
+    lengths = [len(ids) for ids in every.get(("tokens", "full"), as_list=True)]
+    for rows, where in zip(dealt, deal(row_costs(lengths, 1e-4), 16), strict=True):
+        same_rows(rows, every[torch.tensor(where)])
+    assert max(received) < 2 << 20
+    assert max(received) > 13 * sum(lengths) / 16, "13 bytes for each token: ids, masks and log-probs"
+
+
+def test_columns_that_only_some_ranks_have_are_left_out_on_all():
+    parts = [named_rows([9, 8, 7], 0, extra=torch.ones(3)), named_rows([5, 4], 1), None]
+    dealt, _ = dealt_to(parts)
+    for rows, where in zip(dealt, deal(row_costs([9, 8, 7, 5, 4], 1e-4), 3), strict=True):
+        same_rows(rows, cat_rows([part for part in parts if part is not None])[torch.tensor(where)])
+    assert dealt_to([None, None])[0] == [None, None]
+    few, _ = dealt_to([named_rows([5], 0), None])
+    assert [rows is None for rows in few] == [False, True]
 
 
 GRADIENTS = """

@@ -1,6 +1,7 @@
 """A resumed run is the run that would have been: the same numbers, to the last bit, in every later step."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from llmrl.commands import cli
 from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config, load_config
 from llmrl.run.run_dir import RunDir
+from llmrl.train.checkpointing import cuda_random_states, restore_cuda_random
 from tests.recipes.conftest import MIX, OWN_ENGINE, WAITED
 from tests.support.saved_models import save_tiny
 
@@ -235,3 +237,21 @@ def test_a_state_that_does_not_fit_is_named_with_its_part(place, change, words):
     (folder / CHECKSUMS).unlink()
     _seal(folder)
     place.run("resume", "run", "steps=3", code=3, words=words)
+
+
+def test_each_rank_gets_the_random_state_of_its_own_gpu_back(monkeypatch):
+    now = {"cuda:1": torch.tensor([5], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: now[str(device)])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: now.__setitem__(str(device), value))
+    other = torch.tensor([4], dtype=torch.uint8)
+    session = SimpleNamespace(device=torch.device("cuda:1"), rank=1, gather=lambda mine: [other, *mine])
+    state = cuda_random_states(session)
+    now["cuda:1"] = other
+    restore_cuda_random(state, session)
+    assert now == {"cuda:1": torch.tensor([5], dtype=torch.uint8)}
+    session.rank = 2  # a rank that the run did not have
+    now["cuda:1"] = other
+    for saved in (state, {}):  # and a checkpoint from before
+        restore_cuda_random(saved, session)
+        assert now["cuda:1"] is other
+    assert cuda_random_states(SimpleNamespace(device=torch.device("cpu"))) == {}

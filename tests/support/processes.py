@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ def raises_within(seconds: float, error: type[Exception], match: str) -> Iterato
     with pytest.raises(error, match=match) as caught:
         yield caught
     assert time.monotonic() - start < seconds
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def is_running(pid: int) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +66,8 @@ class StepRollouts:
     ``trained`` are the rows that the loss trains on, with advantages; None: there are none. The tokens of
     ``keep_tokens`` conversations, over all ranks, are kept. ``sources``: the names of those of a mix.
 
-    ``records``  one per conversation of all ranks, in rank order, on every rank; without tokens
+    ``records``  one per conversation of all ranks, in rank order, without tokens: on the first rank, which logs them;
+                 the other ranks have the numbers alone
     """
 
     def __init__(
@@ -87,7 +88,6 @@ class StepRollouts:
             first = (float(value.flatten()[0]) for value in values)
             self._advantages = dict(zip(trained_seeds, first, strict=True))
         self._first, self._last, lengths = _conversations(data)
-        self._turns = session.gather(_num_turns(data))
         self._seeds, self._rewards = data.get("seed").tolist(), data.get(("next", "reward")).flatten(1).sum(1).tolist()
         self._ids = data.get(("tokens", "full"), as_list=True)
         self._masks = data.get(("masks", "all_assistant_mask"), as_list=True)
@@ -122,7 +122,8 @@ class StepRollouts:
             )
             for row, length in zip(self._last, lengths, strict=True)
         ]
-        self.records = session.gather(mine)
+        self.records = session.gather_on_first(mine)
+        self._numbers = _Numbers.of_all(session, mine, _num_turns(data))
         self._watch = self._choose(mine, keep_tokens)
         reached = set(trained_seeds)
         kept_groups = {group for seed, group in zip(self._seeds, groups, strict=True) if seed in reached}
@@ -143,7 +144,7 @@ class StepRollouts:
         return self._watch.active(loss)
 
     def records_with_tokens(self) -> list[Rollout]:
-        """`records`, with the tokens of the chosen conversations; a collective."""
+        """`records`, with the tokens of the chosen conversations, on the first rank; a collective."""
         found = {row: numbers for part in self._session.gather([self._watch.found]) for row, numbers in part.items()}
         engine = self._data.get(("log_probs", "full"), as_list=True)
         history = self._data.get("history", None)
@@ -158,23 +159,22 @@ class StepRollouts:
                 (self._offset + place, token_record(self._tokenizer, ids, mask, engine[row], messages, numbers))
             )
         records = list(self.records)
-        for place, record in self._session.gather(made):
+        for place, record in self._session.gather_on_first(made):
             records[place] = replace(records[place], token_record=record)
         return records
 
     def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
         """Metrics of the rollouts of all ranks, which took ``seconds`` to collect."""
-        rows = self.records
-        rewards = [row.reward for row in rows if row.reward is not None]
+        rows = self._numbers
+        rewards = rows.rewards()
         mean = sum(rewards) / len(rewards) if rewards else math.nan
-        groups: dict[int, set[float | None]] = {}
-        for row in rows:
-            groups.setdefault(row.group, set()).add(row.reward)
+        groups: dict[int, set[float]] = {}
+        for group, reward in zip(rows.groups, rows.all_rewards, strict=True):
+            groups.setdefault(group, set()).update({reward} if math.isfinite(reward) else ())
         # A group of one says nothing of this; failed completions are ignored.
-        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())
+        equal = sum(len(rewards_of_group) <= 1 for rewards_of_group in groups.values())
         compared = {"group/zero_var_frac": equal / len(groups)} if len(groups) < len(rows) else {}
-        tokens = sum(row.tokens for row in rows)
-        ages = [version - row.version for row in rows]
+        ages = [version - own for own in rows.versions]
         p10, p50, p90 = torch.tensor(rewards or [math.nan], dtype=torch.float64).quantile(_QUANTILES).tolist()
         return {
             "reward/mean": mean,
@@ -184,15 +184,15 @@ class StepRollouts:
             "reward/p90": p90,
             **compared,
             "group/kept_frac": self._num_kept / len(groups),
-            "tokens/completion_mean": tokens / len(rows),
-            "tokens/completion_max": max(row.tokens for row in rows),
-            "tokens/truncated_frac": sum(row.stop_reason == "length" for row in rows) / len(rows),
+            "tokens/completion_mean": sum(rows.tokens) / len(rows),
+            "tokens/completion_max": max(rows.tokens),
+            "tokens/truncated_frac": sum(rows.truncated) / len(rows),
             "rollout/failed": len(rows) - len(rewards),
-            "rollout/turns_mean": sum(self._turns) / len(rows),
+            "rollout/turns_mean": sum(rows.turns) / len(rows),
             "async/staleness_mean": sum(ages) / len(ages),
             "async/staleness_max": max(ages),
             "time/generate": seconds,
-            "perf/gen_tok_s": tokens / seconds,
+            "perf/gen_tok_s": sum(rows.tokens) / seconds,
             **_env_metrics(self._session, self._data),
             **self._source_metrics(),
         }
@@ -201,11 +201,11 @@ class StepRollouts:
         """The metrics of each source; without prompts in this step it has no others."""
         metrics: dict[str, float] = {}
         for name in self._sources:
-            rows = [row for row in self.records if row.columns[SOURCE] == name]
-            rewards = [row.reward for row in rows if row.reward is not None]
-            metrics[f"source/{name}/prompts"] = len({row.group for row in rows})
-            if rows:
-                metrics[f"source/{name}/truncated_frac"] = sum(r.stop_reason == "length" for r in rows) / len(rows)
+            rows = self._numbers.of_source(name)
+            rewards = rows.rewards()
+            metrics[f"source/{name}/prompts"] = len(set(rows.groups))
+            if len(rows):
+                metrics[f"source/{name}/truncated_frac"] = sum(rows.truncated) / len(rows)
                 metrics[f"source/{name}/failed"] = len(rows) - len(rewards)
             if rewards:
                 metrics[f"source/{name}/reward"] = sum(rewards) / len(rewards)
@@ -213,11 +213,12 @@ class StepRollouts:
 
     def check_failed(self, max_failed: float, step: int, failure: RolloutError) -> None:
         """Raises RolloutError, with what ``failure`` says, if a larger share of the rollouts failed than allowed."""
-        failed = sum(row.reward is None for row in self.records)
-        if failed > max_failed * len(self.records):
+        total = len(self._numbers)
+        failed = total - len(self._numbers.rewards())
+        if failed > max_failed * total:
             error = RolloutError(
                 f"rollouts: at most max_failed = {max_failed:.0%} of a step's rollouts may fail: got {failed} of "
-                f"{len(self.records)} in step {step}: {failure}"
+                f"{total} in step {step}: {failure}"
             )
             for note in getattr(failure, "__notes__", ()):
                 error.add_note(note)
@@ -236,6 +237,47 @@ class StepRollouts:
             )
             for row in order
         ]
+
+
+@dataclass
+class _Numbers:
+    """What metrics need of conversations: one number each; ``turns`` of their rows."""
+
+    groups: list[int]
+    all_rewards: list[float]  # NaN for those that failed
+    versions: list[int]
+    tokens: list[int]
+    truncated: list[bool]
+    sources: list[str | None]
+    turns: list[int]
+
+    @classmethod
+    def of_all(cls, session: Session, mine: Sequence[Rollout], turns: list[int]) -> _Numbers:
+        """Those of all ranks, in rank order; a collective."""
+        columns = [(r.group, r.reward, r.version, r.tokens, r.stop_reason, r.columns.get(SOURCE)) for r in mine]
+        groups, rewards, versions, tokens, reasons, sources = zip(*columns, strict=True) if mine else ((),) * 6
+        own = cls(
+            [*groups],
+            [math.nan if reward is None else reward for reward in rewards],
+            [*versions],
+            [*tokens],
+            [reason == "length" for reason in reasons],
+            [*sources],
+            turns,
+        )
+        parts = session.gather([vars(own)])
+        return cls(**{name: [value for part in parts for value in part[name]] for name in vars(own)})
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def rewards(self) -> list[float]:
+        return [reward for reward in self.all_rewards if math.isfinite(reward)]
+
+    def of_source(self, name: str) -> _Numbers:
+        places = [place for place, source in enumerate(self.sources) if source == name]
+        of_rows = {key: [values[place] for place in places] for key, values in vars(self).items() if key != "turns"}
+        return _Numbers(**of_rows, turns=[])
 
 
 def _conversations(data: TensorDictBase) -> tuple[list[int], list[int], list[int]]:

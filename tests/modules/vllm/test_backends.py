@@ -1,7 +1,6 @@
 """The documented names over vLLM: each of them is an engine, or a function of one, that really works."""
 
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -16,6 +15,7 @@ from llmrl.modules.llm.engines import Engine, SamplingParams, TransformersEngine
 from llmrl.modules.llm.engines.vllm.factory import visible
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import weight_groups
+from tests.support.processes import free_port
 from tests.support.refusals import refusals
 from tests.support.vllm import SameScores
 
@@ -33,12 +33,6 @@ def folder(tmp_path):
 def trainer(seed):
     model = tiny_model(tiny_tokenizer(), heads=2, seed=seed).eval()
     return model, TransformersEngine(model, eos_token_ids=(), pad_token_id=0)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def worker(**arguments):

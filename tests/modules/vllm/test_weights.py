@@ -17,12 +17,13 @@ import torch
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.engines.vllm import compat
-from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, WeightTransfer
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish, weight_groups
+from llmrl.weight_update.broadcast import BroadcastBuffer
 from llmrl.weight_update.buffers import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
+from tests.support.processes import free_port
 from tests.support.vllm import SameScores, WatchedGroups, assert_rows_close, left_in_memory, scorer, trainer_log_probs
 from tests.support.vllm import stepped as stepped_by
 
@@ -421,9 +422,7 @@ def test_on_one_gpu_weights_go_through_its_memory_and_a_group_of_one_broadcasts(
             SameScores(PROMPTS, 0.05)(engine.score, scorer(model))
             if settings is None:
                 assert isinstance(engine._transfer._settings, CudaIPC)
-    buffer = BroadcastBuffer(
-        4096, "cuda", "127.0.0.1", compat.vllm_module("vllm.utils.network_utils").get_open_port(), 1
-    )
+    buffer = BroadcastBuffer(4096, "cuda", "127.0.0.1", free_port(), 1)
     buffer.connect(lambda info: None)
     stored = buffer.sealed([buffer.write("w", torch.arange(100.0, device="cuda"), offset=64)])
     buffer.pass_on(64, 512)

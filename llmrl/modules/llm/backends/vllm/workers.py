@@ -9,9 +9,9 @@ import torch
 
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
-from llmrl.modules.llm.engines.vllm.broadcast import stateless_init_process_group
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
+from llmrl.weight_update.broadcast import stateless_init_process_group
 from llmrl.weight_update.buffers import checksum
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,20 @@ class PoolCore:
         return parts
 
     def _each(self, cores: Sequence[ServerCore], ask: Callable[[ServerCore], Any]) -> dict[ServerCore, Any]:
-        """Calls ``ask`` for all servers at the same time; returns the answers, and marks servers that fail as lost."""
-        answers = {}
+        """Calls ``ask`` for all servers at the same time; returns the answers, and marks servers that fail as lost.
+        While weights are loaded the first failure ends the other calls, which may wait for the lost server.
+        """
+        answers: dict[ServerCore, Any] = {}
         with ThreadPoolExecutor(max(len(cores), 1), thread_name_prefix="llmrl-vllm-pool") as pool:
-            for core, future in [(core, pool.submit(ask, core)) for core in cores]:
+            asked = {pool.submit(ask, core): core for core in cores}
+            for future in as_completed(asked):
                 try:
-                    answers[core] = future.result()
+                    answers[asked[future]] = future.result()
                 except RolloutError as error:
-                    self._lose(core, str(error))
-        return answers
+                    self._lose(asked[future], str(error))
+                    for other in [each for each in asked if self._is_loading and not each.done()]:
+                        asked[other].give_up("another server was lost")
+        return {core: answers[core] for core in cores if core in answers}
 
     def _lose(self, core: ServerCore, why: str) -> None:
         with self._lock:

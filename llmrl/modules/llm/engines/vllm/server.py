@@ -230,6 +230,10 @@ class ServerCore:
             return self._counters.take(self._connections.ask("GET", "/metrics", end=end, read=bytes.decode))
         return self._counters.take("")
 
+    def give_up(self, why: str) -> None:
+        """Ends the calls in progress with a RolloutError."""
+        self._connections.interrupt(why)
+
     def close(self) -> None:
         """Closes the connections and ends all calls that wait for them; the server itself keeps running."""
         self._closing = True

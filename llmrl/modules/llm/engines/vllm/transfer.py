@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, did_you_mean
-from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
+from llmrl.weight_update.broadcast import BroadcastBuffer
 from llmrl.weight_update.buffers import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
 
 CallWorkers = Callable[..., list[Any]]  # (method, end, **arguments): each worker's answer, by ``end``
@@ -85,8 +85,8 @@ class CudaIPC(TransferSettings):
 
 @dataclass(frozen=True)
 class NCCL(TransferSettings):
-    """Broadcast from the trainer, rank 0, to the workers, which may be on other GPUs and machines. Without GPUs it uses
-    a store at the same address, which is slow.
+    """Broadcast from the trainer, rank 0, to the workers, which may be on other GPUs and machines. Without GPUs
+    it uses gloo. A worker that ends or hangs ends the update.
 
     num_workers     workers of the engine, over all its replicas: tensor x pipeline x data parallel; None: all that
                     answer
@@ -221,7 +221,9 @@ class WeightTransfer:
 
     def close(self) -> None:
         """Releases the buffer; its memory is freed once the workers have also exited, or have opened another one."""
-        self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.close()
 
     def _reserve(self, weights: WeightSet, end: float) -> None:
         """Creates a buffer for these weights unless there is one. On return all workers have opened it, and its path is

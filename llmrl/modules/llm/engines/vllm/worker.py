@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
 from llmrl.modules.llm.engines.vllm import compat
-from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
+from llmrl.weight_update.broadcast import BroadcastBuffer
 from llmrl.weight_update.buffers import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
