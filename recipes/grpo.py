@@ -40,6 +40,7 @@ from llmrl.train.data.record import DataRecord
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import make_evaluator
 from llmrl.train.models.loading import load_model, load_tokenizer
+from llmrl.train.planning.memory import cached_tokens
 from llmrl.train.planning.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollouts.agents import AgentRollouts
 from llmrl.train.rollouts.engine import RolloutEngine
@@ -66,8 +67,9 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
 
     # The model that is trained, and the engine that samples: with the same weights, or (vLLM) with a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
-    reports = {"reports_routes": prepared.replays_routes}  # mixtures of experts: the trainer replays the routes
-    engine = run.close_at_end(RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports))
+    own = {"reports_routes": prepared.replays_routes}  # mixtures of experts: the trainer replays the routes
+    own["max_cached_tokens"] = cached_tokens(config, model, session, prepared.lengths)
+    engine = run.close_at_end(RolloutEngine(config, session, model, tokenizer, prepared.engine, **own))
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps, lengths=prepared.lengths)

@@ -44,6 +44,27 @@ def test_splitting_a_call_changes_nothing(model):
     torch.testing.assert_close(split.score(prompts), whole.score(prompts), atol=1e-5, rtol=0)
 
 
+def test_rows_run_in_waves_that_the_cache_has_memory_for_and_draw_what_they_draw_together(model, monkeypatch):
+    prompts, params = random_prompts(8, model.config.vocab_size), SamplingParams(max_new_tokens=5)
+    prompts += [prompts[0], prompts[3]]  # of one group
+    engine, seen = make_engine(model), []
+    forward = engine.forward
+    monkeypatch.setattr(engine, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
+    together = engine.generate(prompts, params, seeds=range(10))
+    assert max(seen) == 10
+    seen.clear()
+    longest = max(map(len, prompts)) + 5
+    engine.max_cached_tokens = 3 * longest + 1
+    waves = engine.generate(prompts, params, seeds=range(10))
+    torch.testing.assert_close(waves.ids, together.ids, atol=0, rtol=0)
+    torch.testing.assert_close(waves.log_probs, together.log_probs, atol=1e-5, rtol=0)
+    assert sum(1 for rows in seen if rows == 3) >= 5, "a wave of the longest rows, and a step for each token"
+    engine.max_cached_tokens = 1
+    assert [ids.tolist() for ids in engine.generate(prompts, params, seeds=range(10)).ids] == [
+        ids.tolist() for ids in together.ids
+    ], "a row alone always runs"
+
+
 def test_the_edges_of_the_cdf_never_draw_an_impossible_token():
     log_probs = torch.tensor([[-math.inf, 0.0, -math.inf]])
     for uniform in (0.0, 0.5, 1 - 2**-24, 1.0):

@@ -28,7 +28,9 @@ from llmrl.train.distributed import Session
 from llmrl.train.gpus import GPU, find_gpu, parse_gpu
 from llmrl.train.models.shape import block_matrices, model_shape
 from llmrl.train.optimizers import HostAdamW, OffloadedAdamW, make_optimizer, set_learning_rate
+from llmrl.train.planning import memory
 from llmrl.train.planning.memory import (
+    cached_tokens,
     can_spread,
     engine_memory,
     engine_share,
@@ -269,6 +271,30 @@ def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
     needs = r"1 x H100 of 79.2 GiB: needs \d+ GiB on each if every answer has 1024 tokens \(.*it fits on 4 with "
     with pytest.raises(ConfigError, match=needs):
         engine_share(config, shape_of("70B"), parse_gpu("H100"))
+
+
+def test_transformers_samples_as_many_rows_at_once_as_a_gpu_has_memory_for(monkeypatch):
+    """Qwen2.5 7B: 28 layers of 2 x 512 values in float32, 114,688 bytes per token; rows of 4096 tokens, .44 GiB."""
+    config = grpo(prompts_per_step=64, group_size=16, parallel={"mode": "fsdp2"}, sampling={"max_tokens": 3072})
+    lengths, shape = RowLengths((4096,)), shape_of("7B")
+    row = 4096 * 28 * 1024 * 4
+    found = {}
+    for gpu in ("80:8", "192:8", "24:8"):
+        plan = plan_memory(
+            config, shape, num_gpus=8, low_precision=True, capacity=parse_gpu(gpu).bytes, lengths=lengths
+        )
+        found[gpu] = plan.sampling["KV cache"] / row
+        free = parse_gpu(gpu).bytes - plan.reserve - plan.resident - plan.training["weights in use"]
+        assert found[gpu] == max(1, min(128, int(0.8 * free / row)))
+    assert found["24:8"] < found["80:8"] < found["192:8"]
+    cpu = plan_memory(config, shape, num_gpus=8, low_precision=False, lengths=lengths)
+    assert cpu.sampling["KV cache"] == 128 * row, "all rows at once"
+    session = SimpleNamespace(device=torch.device("cuda"), world_size=8)
+    monkeypatch.setattr(memory, "find_gpu", lambda *place: parse_gpu("80:8"))
+    monkeypatch.setattr(memory, "model_shape", lambda model: shape)
+    config.dtype = "bfloat16"
+    assert cached_tokens(config, None, session, lengths) == 4096 * found["80:8"]
+    assert cached_tokens(grpo(rollout={"engine": "vllm"}), None, session, lengths) is None
 
 
 def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _RESERVE_GIB, _RESERVE_SHARE = 1.0, 0.04  # the driver, NCCL and libraries; what the allocator cannot use
 _CPU_SHARE = 0.3  # of activations: what the C library's allocator holds beyond them
+_CACHE_SHARE = 0.8  # of the free memory, for the KV cache of `TransformersEngine`: the rest is for logits and copies
 _ENGINE_GIB = 1.5  # vLLM's workspace, besides weights and cache
 _CONTEXT_GIB = 0.5  # of CUDA, in a process besides the trainer's
 _BUFFER = 2**28  # least bytes of the buffer through which weights go to an engine in another process
@@ -145,12 +146,14 @@ def plan_memory(
         "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing, lengths),
         "logits": _logits(config, shape, arithmetic, on_gpu=capacity is not None),
     }
+    reserve = _reserve(capacity) if capacity else _held() + _CPU_SHARE * training["activations"]
+    free = None if capacity is None else capacity - reserve - sum(stays.values()) - training["weights in use"]
     return MemoryPlan(
         training=training,
         resident=sum(stays.values()),
-        sampling=_engine(grpo, shape, num_gpus, low_precision, lengths.longest) if grpo else {},
+        sampling=_engine(grpo, shape, num_gpus, low_precision, lengths.longest, free) if grpo else {},
         sleeps=sleeps,
-        reserve=_reserve(capacity) if capacity else _held() + _CPU_SHARE * training["activations"],
+        reserve=reserve,
         checkpointing=checkpointing,
         host=host,
     )
@@ -278,11 +281,24 @@ def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, o
 
 
 def _engine(
-    config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool, longest: int
+    config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool, longest: int, free: float | None
 ) -> dict[str, float]:
     if config.rollout.engine != "vllm":
-        return {"KV cache": 4.0 * shape.cache_numbers(longest) * _rows(config, num_gpus)}
+        rows, row = _rows(config, num_gpus), 4.0 * shape.cache_numbers(longest)
+        if free is not None:  # as many rows at once as there is memory for
+            rows = max(1, min(rows, int(_CACHE_SHARE * free / row)))
+        return {"KV cache": row * rows}
     return {} if config.rollout.elsewhere else engine_memory(config, shape, low_precision=low_precision)
+
+
+def cached_tokens(config: GRPOConfig, model: PreTrainedModel, session: Session, lengths: RowLengths) -> int | None:
+    """The most tokens in the KV cache of `TransformersEngine`, by the plan; None on a CPU, or with another engine."""
+    gpu = find_gpu(session.device, session.world_size)
+    if gpu is None or config.rollout.engine != "transformers":
+        return None
+    shape = model_shape(model)
+    row = 4.0 * shape.cache_numbers(lengths.longest)
+    return lengths.longest * round(_plan_on(config, shape, gpu, lengths).sampling["KV cache"] / row)
 
 
 def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from llmrl.errors import ConfigError, DataError, LLMRLError, WeightSyncError
-from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, VLLMEngine
+from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
@@ -42,7 +42,7 @@ class RolloutEngine:
 
     ``model``   as it was loaded: vLLM reads the same files
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
-    ``reports_routes``  for Transformers: record routes; with vLLM the plan decides
+    ``reports_routes``, ``max_cached_tokens``  for Transformers; with vLLM the plan decides
     ``policy``  for the collector; without vLLM it shares the trainer's module
     ``warning`` the problem that the probe found after the last push; "" if none
     """
@@ -58,6 +58,7 @@ class RolloutEngine:
         plan: EnginePlan | None = None,
         *,
         reports_routes: bool = False,
+        max_cached_tokens: int | None = None,
     ):
         self.session, self.model = session, model
         self._has_copy = config.rollout.engine != "transformers"  # of the weights; otherwise it shares the trainer's
@@ -71,12 +72,12 @@ class RolloutEngine:
         self._budget = config.tokens_per_microbatch
         self._probed_since: int | None = None  # the first version for which these rows are compared
         with ExitStack() as self._parts:  # closed by `close`, or at once if a later part fails
-            self._build(config, plan, tokenizer, reports_routes)
+            self._build(config, plan, tokenizer)
+            if isinstance(engine := self.policy.engine, TransformersEngine) and not self._has_copy:
+                engine.reports_routes, engine.max_cached_tokens = reports_routes, max_cached_tokens
             self._parts = self._parts.pop_all()
 
-    def _build(
-        self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase, reports_routes: bool
-    ) -> None:
+    def _build(self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase) -> None:
         """Creates servers, engine and policy; sends the trainer's weights to engines that may have others."""
         session = self.session
         servers = self._place_servers(config, plan, tokenizer) if plan.ray else plan.servers
@@ -94,7 +95,6 @@ class RolloutEngine:
             self.policy = vLLMWrapper(vllm, **wrapping)
         else:
             self.policy = TransformersWrapper(self.model, **wrapping)
-            self.policy.engine.reports_routes = reports_routes
         engine = self.policy.engine
         # Servers score at temperature 1 only. Changing the temperature would have to wait for answers in flight.
         self._temperature = 1.0 if servers or engine.in_flight == "continue" else config.sampling.temperature

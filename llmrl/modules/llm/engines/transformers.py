@@ -58,6 +58,8 @@ class TransformersEngine(SeededEngine):
     seed              seeds the generator of row seeds, used if a call passes none
 
     Attributes  ``on_tokens``, default None: called after each draw with int64[N] tokens and float32[N] log-probs
+                ``max_cached_tokens``, default None: maximum tokens per batch of `generate`, whose KV cache must fit;
+                the rows of a call then run in waves of similar length
                 ``reports_routes``, default False: fills `Generation.routes` for a mixture of experts
     """
 
@@ -82,6 +84,7 @@ class TransformersEngine(SeededEngine):
         self.pad_inputs = pad_inputs
         self.tokenizer = tokenizer
         self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
+        self.max_cached_tokens: int | None = None
         self.reports_routes = False
         self._accepts = frozenset(inspect.signature(unwrapped(model).forward).parameters)
         # The argument for the KV cache was renamed by Transformers, model by model.
@@ -111,7 +114,8 @@ class TransformersEngine(SeededEngine):
         rows: list[_Row] = [None] * len(prompts)  # type: ignore[list-item]
         with evaluating(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
-            for batch in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
+            limits = [limit for limit in (self.max_batch_tokens, self.max_cached_tokens) if limit is not None]
+            for batch in _batches(lengths, min(limits, default=None), self.pad_inputs):
                 own, own_seeds = [prompts[row] for row in batch], [seeds[row] for row in batch]
                 own_media = [media[row] for row in batch] if media else None
                 decoding = _Decoding(self, own, own_seeds, params, own_media)
