@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, modeling_utils
 
 from llmrl.errors import ConfigError
+from llmrl.modules.llm.vision import model_class
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import parse_gpu
@@ -150,6 +152,41 @@ def test_ranks_that_do_not_divide_the_experts_hold_what_the_plan_says():
         dist.destroy_process_group()
     assert held == pytest.approx(shape.on_a_rank(3) * shape.parameters)
     assert held > 1.2 * shape.parameters / 3
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2"])
+def test_reading_a_sharded_model_reserves_its_shards_alone(monkeypatch, family):
+    """Transformers itself would reserve nearly all of gpt-oss, whose plan for tensor parallelism has few weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 500, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": family == "qwen2"}
+    sizes |= {"num_local_experts": 8} if family == "gpt_oss" else {}
+    source = AutoConfig.for_model(family, **sizes)
+    with torch.device("meta"):
+        model = model_class(source).from_config(source, dtype=torch.float32)
+    asked, empty = [], torch.empty
+    for name, answer in (("mem_get_info", (80 << 30, 80 << 30)), ("memory_reserved", 0), ("memory_allocated", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda index, answer=answer: answer)
+
+    def allocate(size, *more, device=None, dtype=None, **options):
+        if torch.device(device or "cpu").type != "cuda":
+            return empty(size, *more, device=device, dtype=dtype, **options)
+        asked.append(size * dtype.itemsize)
+
+    with Session(config(parallel={"mode": "fsdp2"})) as session:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        session.mesh = init_device_mesh("cpu", (8,))
+        session.shard(model)
+        places = dict.fromkeys(model.state_dict(), "cuda:0")
+        monkeypatch.setattr(torch, "empty", allocate)
+        with models._reserving_shards():
+            modeling_utils.caching_allocator_warmup(model, places, None)
+        modeling_utils.caching_allocator_warmup(model, places, None)
+        dist.destroy_process_group()
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    held = 4 * sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert held == pytest.approx(whole / 8, rel=0.05)
+    assert asked[0] == pytest.approx(held, rel=0.01)
+    assert family != "gpt_oss" or asked[1] > 0.8 * whole
 
 
 def test_offloading_is_named_where_it_makes_a_run_fit():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,7 +243,37 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
 
     # Transformers builds the model on the meta device, and reads only this rank's part of sharded parameters.
     sharding = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
-    return _read_all(sharding, source, **options)
+    with _reserving_shards():
+        return _read_all(sharding, source, **options)
+
+
+@contextmanager
+def _reserving_shards() -> Iterator[None]:
+    """Lets Transformers, which allocates a GPU's memory for all weights before it reads them, count shards as shards. It
+    counts them as wholes, but for families with a plan for tensor parallelism.
+    """
+    from transformers import modeling_utils
+
+    original = modeling_utils.get_total_byte_count
+
+    def count(model: PreTrainedModel, places: Mapping[str, torch.device], *quantizer: Any) -> dict[torch.device, int]:
+        held: dict[torch.device, int] = dict.fromkeys(places.values(), 0)
+        seen: set[int] = set()  # a tied weight has several names
+        for name, device in places.items():
+            value = model.get_parameter_or_buffer(name)
+            held[device] += 0 if id(value) in seen else _local(value).nbytes
+            seen.add(id(value))
+        return held
+
+    modeling_utils.get_total_byte_count = count
+    try:
+        yield
+    finally:
+        modeling_utils.get_total_byte_count = original
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
