@@ -11,7 +11,8 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
 _FILE, _SHARDS = "trainer.pt", "shards"
-_FILE_BYTES = 1 << 30  # of one model file; the writing rank holds one in memory at a time
+_FILE_BYTES = 1 << 30  # of one model file; a rank holds two in memory: one being written, one being gathered
 
 
 class Stateful(Protocol):
@@ -159,21 +160,20 @@ def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> No
 
 
 def write_model(model: PreTrainedModel, folder: Path, session: Session) -> None:
-    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part; the first one
-    writes.
+    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part, and write the
+    files in turn.
 
     The weights of one file are gathered at a time, never all: at most ``_FILE_BYTES``, or one decoder layer if that is
     larger.
 
-    Raises  CheckpointError on all ranks if it cannot be written
+    Raises  CheckpointError on all ranks if it cannot be written, which names those that could not
     """
-    first = _FirstRank(session, folder)
-    is_sharded = any(isinstance(value, DTensor) for value in model.parameters())
-    if is_sharded or (session.is_first and hasattr(model, "peft_config")):
-        _write_gathered(model, folder, first)
+    if session.world_size > 1 or hasattr(model, "peft_config"):
+        _raise_on_all(_write_parts(model, folder, session), folder, session)
     else:
+        first = _FirstRank(session, folder)
         first.write(model.save_pretrained, folder)
-    first.check()
+        first.check()
 
 
 def try_writing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -192,38 +192,65 @@ def try_writing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
         ) from error
 
 
-def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> None:
-    weights = as_weights(model).weights
+def _write_parts(model: PreTrainedModel, folder: Path, session: Session) -> Exception | None:
+    """Writes this rank's files, each in a thread while the next are gathered. Returns what went wrong on this rank,
+    which still takes part in the collectives.
+    """
+    weights, is_sharded = as_weights(model).weights, any(isinstance(value, DTensor) for value in model.parameters())
     model = unwrapped(model)
     sizes = dict.fromkeys(map(_unit, weights), 0)
     for name, value in weights.items():
         sizes[_unit(name)] += value.num_bytes
     unit_files = _bucket(sizes)
     num_files = max(unit_files.values()) + 1
-    index: dict[str, str] = {}
+    error: Exception | None = None
 
-    def write_file(part: dict[str, Tensor], file: str) -> None:
+    def write_file(part: dict[str, Tensor], file: str) -> list[tuple[str, str]]:
         folder.mkdir(exist_ok=True)
         part = {name: value.contiguous() for name, value in revert_weight_conversion(model, part).items()}
         save_file(part, folder / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(part, file))
+        return [(name, file) for name in part]
 
-    def write_rest() -> None:
-        if num_files > 1:
-            index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=1)
-            (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
-        _write_config(model, folder)
+    def written(writing: Future[list[tuple[str, str]]] | None) -> list[tuple[str, str]]:
+        nonlocal error
+        try:
+            return [] if writing is None else writing.result()
+        except Exception as caught:
+            error = error or caught
+            return []
 
-    for number in range(num_files):
-        file = f"model-{number + 1:05}-of-{num_files:05}.safetensors" if num_files > 1 else "model.safetensors"
-        part = {}
-        for name, value in weights.items():
-            if unit_files[_unit(name)] == number:
-                gathered = value.build()  # a collective: also without a write, or after a failed one
-                if first.writes:
-                    part[name] = gathered.cpu()
-        first.write(write_file, part, file)
-    first.write(write_rest)
+    index: list[tuple[str, str]] = []
+    writing = None
+    with ThreadPoolExecutor(1, thread_name_prefix="llmrl-model-file") as pool:
+        for number in range(num_files):
+            is_mine = number % session.world_size == session.rank
+            part = {}
+            for name, value in weights.items():
+                if unit_files[_unit(name)] == number and (is_mine or is_sharded):
+                    gathered = value.build()  # a collective, if sharded: also without a write, or after a failed one
+                    if is_mine and error is None:
+                        part[name] = gathered.cpu()
+            if is_mine:
+                index += written(writing)
+                writing = None
+            if part:
+                file = f"model-{number + 1:05}-of-{num_files:05}.safetensors" if num_files > 1 else "model.safetensors"
+                writing = pool.submit(write_file, part, file)
+        index += written(writing)
+    index = session.gather(index)
+    if session.is_first and error is None:
+        try:
+            _write_index(model, folder, index if num_files > 1 else [], sum(sizes.values()))
+        except Exception as caught:
+            return caught
+    return error
+
+
+def _write_index(model: PreTrainedModel, folder: Path, index: Sequence[tuple[str, str]], size: int) -> None:
+    if index:
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(index))}, indent=1)
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    _write_config(model, folder)
 
 
 def _write_adapters(model: PreTrainedModel, folder: Path) -> None:

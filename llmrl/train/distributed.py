@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from llmrl.report.run_files import flat_settings
 from llmrl.run.console import make_console
 from llmrl.run.console.numbers import counted
 from llmrl.run.files import writing
+from llmrl.train.late_ranks import LateRanks, counters_of, late_message, raise_in_main
 from llmrl.train.settings.model import ModelSource
 
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class Session:
         check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
         self.offloads = config.memory.offload == "parameters"
         self._store = _join(self._timeout_s, offloads=self.offloads)
+        self._late: LateRanks | None = None
         has_gpu = torch.cuda.is_available()
         bf16 = config.in_bfloat16(torch.cuda.is_bf16_supported(including_emulation=False) if has_gpu else None)
         self.accelerator = Accelerator(
@@ -81,8 +84,17 @@ class Session:
         self.mesh = _make_mesh(self.device, self.world_size, config.parallel.replicas) if self.sharded else None
         self.split = _make_split(self.device, self.world_size, config.parallel.context)
         self.console = make_console(self.rank)
+        if self._store is not None:
+            self._late = self._watch_late(self._store)
         if self.world_size > 1:
             sys.excepthook = _abort_at_once(sys.excepthook)
+
+    def _watch_late(self, store: dist.Store) -> LateRanks:
+        groups = [dist.group.WORLD, *([] if self.mesh is None else self.mesh.get_all_groups())]
+        groups = list(dict.fromkeys([*groups, *([self.split.group] if self.split else [])]))
+        aborted = groups if self.device.type == "cuda" else []
+        on_late = partial(raise_in_main, aborted=aborted)
+        return LateRanks(store, self.rank, counters_of(groups), self._timeout_s, on_late)
 
     @property
     def is_first(self) -> bool:
@@ -336,6 +348,8 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if self._late is not None:
+            self._late.close()
         if kind is None or self.world_size == 1:  # closing is a collective, which cannot finish once a rank has failed
             self.close()
         elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
@@ -343,6 +357,8 @@ class Session:
 
     def close(self) -> None:
         """Leaves the process group. Afterwards this process may open another session, or exit."""
+        if self._late is not None:
+            self._late.close()
         wait_for_gloo_threads()
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -408,12 +424,9 @@ def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s
     store.set(keys[rank], "")
     # Polled, because the store's own wait would not report which keys are missing.
     deadline = time.monotonic() + wait_s
-    while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
+    while missing := [other for other, key in keys.items() if not store.check([key])]:
         if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"session: every rank must take part within parallel.timeout_s = {timeout_s:g} s: got nothing from "
-                f"{' and '.join(missing)}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
-            )
+            raise DeadlineError(late_message(missing, timeout_s))
         time.sleep(0.1)
 
 

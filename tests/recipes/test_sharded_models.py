@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 OPTIM = {"lr": 1e-2, "warmup": 1}
 
 LOADING = """
-import ctypes, gc, subprocess, sys, threading
+import ctypes, gc, json, subprocess, sys, threading
 from pathlib import Path
 import torch
 from safetensors import safe_open
@@ -67,10 +67,17 @@ def check_loading(session, tokenizer):
         assert "model.embed_tokens.weight" in file.keys(), "as Transformers writes it, and vLLM reads it"
     files = [{path.name for path in Path(folder).glob("model*")} for folder in ("gemma2-again", "qwen3_moe-again")]
     assert files == [{"model.safetensors"}] * 2
-    checkpointing._FILE_BYTES = 50_000
+    checkpointing._FILE_BYTES, save_file, mine = 50_000, checkpointing.save_file, []
+    checkpointing.save_file = lambda part, file, **more: mine.append(file.name) or save_file(part, file, **more)
     checkpointing.write_model(model, Path("parts"), session)
-    session.wait()
-    assert len(list(Path("parts").glob("model-*-of-*"))) > 3
+    checkpointing.save_file = save_file
+    files = sorted(path.name for path in Path("parts").glob("model-*-of-*"))
+    assert len(files) > 3 and mine == files[session.rank :: 2], "the ranks take turns"
+    index = json.loads(Path("parts/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    for name, file in index["weight_map"].items():
+        with safe_open(f"parts/{file}", "pt") as part, safe_open("qwen3_moe-again/model.safetensors", "pt") as whole:
+            assert torch.equal(part.get_tensor(name), whole.get_tensor(name)), "as one file holds it"
     equals(session, model, "parts")
     can_slice, models._can_slice = models._can_slice, lambda *_: False  # as where Transformers splits: rank 0 deals out
     for name in ("gemma2", "qwen3_moe"):
@@ -174,17 +181,16 @@ def message(write):
         return str(error)
 
 def check(session, model):
-    for limit in (20_000, 130_000):  # of several files the first, and one in the middle
-        folder = Path(f"cut-{limit}")
-        if session.is_first:
+    for rank, limit in ((0, 20_000), (0, 130_000), (1, 20_000)):  # its first file, a later one
+        folder = Path(f"cut-{rank}-{limit}")
+        if session.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, LIMIT[1]))
         said = message(lambda: checkpointing.write_model(model, folder, session))
         resource.setrlimit(resource.RLIMIT_FSIZE, LIMIT)
-        assert said and said.startswith(f"rank 0 on {socket.gethostname()}: "), said
+        assert said and said.startswith(f"rank {rank} on {socket.gethostname()}: "), said
         assert "File too large" in said and "GiB free of" in said, said
         assert session.gather([said]) == [said] * 2, "the ranks are in step"
-        if session.sharded:
-            assert any(path.stat().st_size > 100_000 for path in folder.glob("*")) == (limit > 100_000)
+        assert any(path.stat().st_size > 130_000 for path in folder.glob("*")), "the other rank still wrote its own"
     assert message(lambda: checkpointing.write_model(model, Path("whole"), session)) is None
 
 with Session(SFTConfig(model="tiny", data={"path": "sums"}, parallel={"mode": "MODE"})) as session:
@@ -196,7 +202,7 @@ with Session(SFTConfig(model="tiny", data={"path": "sums"}, parallel={"mode": "M
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
-def test_all_ranks_are_told_by_the_first_that_it_cannot_write_the_model(place, mode):
+def test_all_ranks_are_told_by_one_that_it_cannot_write_its_files_of_the_model(place, mode):
     place.module("cannot_write", CANNOT_WRITE.replace("MODE", mode))
     place.ranks(module="cannot_write", timeout_s=180)
 
