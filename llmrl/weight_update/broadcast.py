@@ -6,12 +6,11 @@ No wait is in a GPU's kernel: a member that has ended makes the others raise, an
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmrl.concurrency.environment import environment
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.buffers import Buffer
 
@@ -149,19 +149,6 @@ def _gloo(store: dist.Store, rank: int, world_size: int) -> Any:
 def _nccl(store: dist.Store, rank: int, world_size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # `finish` has its own
-    with _without_watchdog():
+    # Errors are reported to the caller: by default the group's watchdog would end the process.
+    with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Groups that are made in the block report errors: by default their watchdog would end the process."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

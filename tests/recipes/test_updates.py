@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from llmrl.errors import ConfigError, TrainingError
+from llmrl.errors import ConfigError, RolloutError, TrainingError
+from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import LogProbs, Masks
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
@@ -26,6 +27,7 @@ from tests.support.saved_models import save_tiny
 from tests.support.training_rows import config, random_rows
 
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
+OWN = {"eos_token_ids": [], "pad_token_id": 0}
 
 
 def updater(session, model, *, tokens=16384, steps=10, **optim):
@@ -239,7 +241,7 @@ def test_one_process_may_hold_one_session_after_another_of_another_precision():
 @pytest.mark.parametrize(("sharded", "budget", "passes"), [(True, 16384, 1), (True, 60, 2), (False, 16384, 3)])
 def test_the_probe_of_a_sharded_model_scores_rows_together_as_the_engine_scores_each_alone(sharded, budget, passes):
     """Three rows, of 30, 26 and 5 tokens or fewer; a sharded model is gathered for every pass."""
-    engine = {"llmrl.modules.llm.engines:TransformersEngine": {"eos_token_ids": [], "pad_token_id": 0}}
+    engine = {"llmrl.modules.llm.engines:TransformersEngine": OWN}
     settings = config(rollout={"engine": engine}, tokens_per_microbatch=budget)
     model, calls = tiny_model(heads=2), []
     with Session(settings) as session, closing(RolloutEngine(settings, session, model, tiny_tokenizer())) as engine:
@@ -250,6 +252,36 @@ def test_the_probe_of_a_sharded_model_scores_rows_together_as_the_engine_scores_
         assert engine.push(scorer)["mismatch/probe"] < 1e-6
         assert len(calls) == 2 * passes
         assert not engine.warning
+
+
+@pytest.mark.parametrize(
+    ("sharded", "answer", "expected"),
+    [
+        (True, (torch.bfloat16, ("norm",)), torch.bfloat16),
+        (True, RolloutError("lost"), torch.float32),  # the push will say so
+        (False, (torch.bfloat16, ()), torch.float32),  # cast one by one, as they are sent
+    ],
+)
+def test_the_ranks_of_a_sharded_model_cast_weights_as_the_engine_takes_them(monkeypatch, sharded, answer, expected):
+    settings = config(rollout={"engine": {"llmrl.modules.llm.engines:TransformersEngine": OWN}})
+    sent = []
+
+    def precision(self):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def take(self, weights, *, version):
+        sent.append(weights["lm_head.weight"].dtype)
+        self.version = version
+
+    monkeypatch.setattr(TransformersEngine, "weight_precision", precision)
+    monkeypatch.setattr(TransformersEngine, "update_weights", take)
+    with Session(settings) as session:
+        session.sharded = sharded
+        with closing(RolloutEngine(settings, session, tiny_model(heads=2), tiny_tokenizer())) as engine:
+            engine.push(None)
+    assert sent == [expected] * 2, "at the start and by the push"
 
 
 def test_memory_that_loading_left_unused_is_free_before_an_engine_asks_for_its_share(monkeypatch):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from llmrl.concurrency.environment import environment
 from llmrl.data.datasets.base import BaseDatasetExperienceReplay
 from llmrl.data.datasets.downloads import note_files
 from llmrl.data.datasets.formats import reading, ted_rows
@@ -64,7 +65,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     def _download(self, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with _datasets_path(folder), _asking_the_server(self._who):
+            with environment("MINARI_DATASETS_PATH", str(folder)), _asking_the_server(self._who):
                 _minari(self._who).download_dataset(self.dataset_id, force_download=True)
         finally:
             files = note_files(folder)
@@ -120,20 +121,6 @@ def _flat(value: Any, key: Key) -> list[tuple[Key, Any]]:
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
         value = [text.decode() if isinstance(text, bytes) else text for text in value.tolist()]
     return [(key, value)]
-
-
-@contextmanager
-def _datasets_path(folder: Path) -> Iterator[None]:
-    """Makes Minari download to the folder, which it reads from an environment variable."""
-    name = "MINARI_DATASETS_PATH"
-    before = os.environ.get(name)
-    os.environ[name] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
+from llmrl.concurrency.environment import environment
 from llmrl.errors import ConfigError, DataError, LLMRLError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
@@ -308,18 +308,10 @@ def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, An
     return list(chosen.values())[:_NUM_PROBES]
 
 
-@contextmanager
-def _half_the_threads() -> Iterator[None]:
+def _half_the_threads() -> AbstractContextManager[None]:
     """Context in which started processes use half of this process's number of threads.
 
     When trainer and engine compute at the same time on one CPU, with all cores each, both lose a third of their speed.
     The trainer keeps all threads: the engine waits for it, and it has the CPU to itself once rollouts are finished.
     """
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // 2))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+    return environment("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // 2)))

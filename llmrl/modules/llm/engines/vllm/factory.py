@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from llmrl.concurrency.environment import environment
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.core import Core
@@ -79,22 +80,14 @@ def _build(path: str, own_process: bool, devices: Sequence[int] | None, options:
         return SubprocessCore(build) if own_process else InProcessCore(build(), owned=True)
 
 
-@contextmanager
-def visible(devices: Sequence[int] | None) -> Iterator[None]:
+def visible(devices: Sequence[int] | None) -> AbstractContextManager[None]:
     """Limits processes started inside the block to these GPUs, given by their numbers in this process."""
     if devices is None:
-        yield
-        return
-    variable = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(variable)
+        return nullcontext()
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = before.split(",") if before else None  # if this process sees only some GPUs, its number 0 is own[0]
-    os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
-    try:
-        yield
-    finally:
-        os.environ.pop(variable)
-        if before is not None:
-            os.environ[variable] = before
+    numbers = (str(number) if own is None else own[number] for number in devices)
+    return environment("CUDA_VISIBLE_DEVICES", ",".join(numbers))
 
 
 def config_of(model: Any, path: str) -> PretrainedConfig | None:
