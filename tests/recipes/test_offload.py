@@ -22,16 +22,9 @@ from llmrl.train.planning.memory import memory_rows, plan_memory, remedies, with
 from llmrl.train.updater import make_updater
 from llmrl.weight_update.groups import weight_groups
 from scripts.memory_table import shape_of
-from tests.support.training_rows import config, losses, policy_of, random_rows, worst
+from tests.support.training_rows import config, losses, policy_of, random_rows, shard_alone, worst
 
 GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def shard_alone(session, device):
-    """Lets a session of one process shard its models, over a group of this process alone; closing ends the group."""
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    session.sharded, session.mesh = True, init_device_mesh(device, (1,))
 
 
 @pytest.mark.parametrize("can_slice", [True, False], ids=["sliced", "dealt out"])

@@ -6,8 +6,10 @@ import copy
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
@@ -86,6 +88,13 @@ def stepper(settings, session, model, name="token") -> Callable[[TensorDict | No
 def step(settings, session, model, rows, name="token") -> Step:
     """The first step of a `stepper`."""
     return stepper(settings, session, model, name)(rows)
+
+
+def shard_alone(session, device):
+    """Lets a session of one process shard its models, over a group of this process alone; closing ends the group."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    session.sharded, session.mesh = True, init_device_mesh(device, (1,))
 
 
 def in_one_piece(model: nn.Module, rows: TensorDict, name: str = "token") -> tuple[float, dict[str, Tensor]]:

@@ -1,0 +1,2 @@
+def bundle(folder):
+    return 0
