@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from table import Row, benchmark
 from timing import best, memory_mb
 from torch import Tensor
 
-from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, WeightTransfer
+from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, TransferSettings, WeightTransfer
+from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 from llmrl.modules.llm.engines.weights import WeightSet
-from llmrl.weight_update.buffers import SharedBuffer, StoredTensor
+from llmrl.weight_update.buffers import StoredTensor
 
 
 @contextmanager
@@ -48,9 +50,8 @@ def highest(process: int | str) -> Iterator[list[float]]:
         watcher.join()
 
 
-def layers(parameters: int) -> dict[str, Tensor]:
+def layers(parameters: int, width: int = 1024) -> dict[str, Tensor]:
     """Weights like a language model's: a large embedding, then layers of matrices and vectors."""
-    width = 1024
     weights = {"embedding": torch.randn(max(parameters // 5 // width, 1), width)}
     count, layer = weights["embedding"].numel(), 0
     while count < parameters:
@@ -60,21 +61,24 @@ def layers(parameters: int) -> dict[str, Tensor]:
     return weights
 
 
-def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
+def worker(pipe: Connection, shapes: dict[str, torch.Size], device: str) -> None:
     """Plays the part of a vLLM worker, with plain parameters instead of a model."""
-    torch.set_num_threads(1)
-    own = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    buffer: SharedBuffer | None = None
+    if device == "cpu":
+        torch.set_num_threads(1)
+    own = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+    ours = SimpleNamespace()
     while True:
         method, arguments = pipe.recv()
         answer: Any = None
         if method == "llmrl_open_buffer":
-            buffer = SharedBuffer.open(**arguments["info"])
+            WorkerExtension.llmrl_open_buffer(ours, **arguments)
         elif method == "llmrl_receive":
-            entries = [StoredTensor(*entry) for entry in arguments["stored"]]
+            buffer, entries = ours._llmrl_buffer, [StoredTensor(*entry) for entry in arguments["stored"]]
             answer = buffer.damaged(entries)
             for entry in entries:
                 own[entry.name].copy_(buffer.read(entry))
+            if device != "cpu":
+                torch.cuda.synchronize()  # the buffer is written again after this answer
         elif method == "llmrl_finish":
             answer = {}
         elif method == "sum":
@@ -84,33 +88,45 @@ def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
         pipe.send([answer])
 
 
+class Receiver:
+    """A `worker` in a process of its own, with as many zeros as there are ``weights``."""
+
+    def __init__(self, weights: dict[str, Tensor]):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._weights = weights
+        self._metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        device = str(next(iter(weights.values())).device)
+        self._process = context.Process(target=worker, args=(theirs, shapes, device), daemon=True)
+        self._process.start()
+        theirs.close()  # so that a failing worker raises EOFError here
+        self.pid, self._transfer = self._process.pid, WeightTransfer(self._call)
+
+    def _call(self, method: str, end: float = 0.0, **arguments: Any) -> list[Any]:
+        self._pipe.send((method, arguments))
+        return self._pipe.recv()
+
+    def send(self, settings: TransferSettings) -> None:
+        """Sends the weights; checksums on both sides."""
+        self._transfer.send(WeightSet(self._metadata, [self._weights]), time.monotonic() + 600, settings)
+
+    def close(self) -> None:
+        """Ends the process. Raises AssertionError if it does not have the weights."""
+        expected = sum(float(tensor.double().sum()) for tensor in self._weights.values())
+        assert self._call("sum") == [expected]
+        self._pipe.send(("end", {}))
+        self._process.join(30)
+
+
 def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
-    context = multiprocessing.get_context("spawn")
-    pipe, end_of_worker = context.Pipe()
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    process = context.Process(target=worker, args=(end_of_worker, shapes), daemon=True)
-    process.start()
-    end_of_worker.close()  # so that a failing worker raises EOFError here
-
-    def call(method: str, end: float = 0.0, **arguments: Any) -> list[Any]:
-        pipe.send((method, arguments))
-        return pipe.recv()
-
-    transfer, settings = WeightTransfer(call), SharedMemory()
-    metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-
-    def send() -> None:
-        transfer.send(WeightSet(metadata, [weights]), time.monotonic() + 600, settings)
-
-    send()
-    copied, sending = best(copying(weights), send, repeats=repeats)
-    with highest(process.pid) as theirs, highest("self") as ours:
-        send()
-        send()
-    expected = sum(float(tensor.double().sum()) for tensor in weights.values())
-    assert call("sum") == [expected]
-    pipe.send(("end", {}))
-    process.join(30)
+    receiver, settings = Receiver(weights), SharedMemory()
+    receiver.send(settings)
+    copied, sending = best(copying(weights), lambda: receiver.send(settings), repeats=repeats)
+    with highest(receiver.pid) as theirs, highest("self") as ours:
+        receiver.send(settings)
+        receiver.send(settings)
+    receiver.close()
     size = sum(tensor.nbytes for tensor in weights.values())
     print(f"{size / 1e6:.0f} MB in {len(weights)} tensors: copying {copied:.0f} ms, sending {sending:.0f} ms")
     return [

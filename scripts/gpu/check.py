@@ -149,10 +149,10 @@ def main() -> int:
         return check(arguments.parts or list(LIMITS_S), arguments.seconds, arguments.json, options)
 
     from scripts.gpu.context import Context
-    from scripts.gpu.parts import PARTS
+    from scripts.gpu import engine_parts, parts
 
     context = Context(arguments.small, json.loads(Path(arguments.in_this_process).read_text()))
-    for figure in PARTS[arguments.parts[0]](context):
+    for figure in (parts.PARTS | engine_parts.PARTS)[arguments.parts[0]](context):
         print(MARK + json.dumps(vars(figure)), flush=True)
     return 0
 
