@@ -9,7 +9,13 @@ from pathlib import Path
 __all__ = ["bundle"]
 
 MOST = 64 * 2**20  # bytes of the folder
-WHOLE = ("pydantic>=2.10", "pytest>=8.3", "hypothesis>=6.100", "rich>=13.7", "importlib-metadata")  # with what they need
+WHOLE = (
+    "pydantic>=2.10",
+    "pytest>=8.3",
+    "hypothesis>=6.100",
+    "rich>=13.7",
+    "importlib-metadata",
+)  # with what they need
 ALONE = ("tensordict>=0.14.3,<0.15", "accelerate>=1.10", "peft>=0.21", "pyarrow>=18", "orjson", "cloudpickle", "pyvers")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -24,15 +23,15 @@ from pathlib import Path
 from scripts.gpu.bundle import bundle
 from scripts.gpu.figures import Figure, constants
 
-LIMITS_S = {  # of each part; they are usually done in half of it
-    "machine": 45,
-    "tests": 150,
-    "head": 60,
-    "memory": 120,
-    "sft": 140,
-    "grpo": 90,
-    "decode": 60,
-    "transfer": 60,
+LIMITS_S = {  # of each part, for a slow disk or processor; on an idle machine they take about half of it
+    "machine": 60,
+    "tests": 180,
+    "head": 90,
+    "memory": 150,
+    "sft": 150,
+    "grpo": 100,
+    "decode": 90,
+    "transfer": 100,
     "engine": 240,
     "run": 150,
 }
@@ -40,43 +39,37 @@ MARK = "llmrl-figure "  # begins the lines of a part's output that are figures
 LAST_LINES = 40  # of a part's other output, kept for its failure
 
 
-def run_part(name: str, earlier: list[Figure], limit_s: float, options: list[str]) -> Iterator[Figure]:
-    """The figures of a part, as they are measured. If it fails, the last one says why."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as known:
-        json.dump({figure.name: figure.value for figure in earlier if not isinstance(figure.value, str)}, known)
-        known.flush()
-        command = [sys.executable, "-m", "scripts.gpu.check", name, "--in-this-process", known.name, *options]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
-        )
-        alarm = Deadline(process.pid, limit_s)
+def run_part(name: str, command: list[str], limit_s: float) -> Iterator[Figure]:
+    """The figures that a command prints, as they are measured. If it fails, the last one says why."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    others: deque[str] = deque(maxlen=LAST_LINES)
+    with subprocess.Popen(command, **pipes, text=True, errors="replace", process_group=0) as process:
+        deadline = Deadline(process.pid, limit_s)
         try:
-            others: deque[str] = deque(maxlen=LAST_LINES)
-            for line in process.stdout or ():
+            for line in process.stdout:
                 if line.startswith(MARK):
                     yield Figure(**json.loads(line.removeprefix(MARK)))
                 else:
                     others.append(line.rstrip())
             if code := process.wait():
                 late = f"still running after {limit_s:.0f} s"
-                yield Figure.failed(name, late if alarm.rang else reason(others, code))
+                yield Figure.failed(name, late if deadline.passed else reason(others, code))
                 print("\n".join(others), file=sys.stderr, flush=True)
         finally:
-            alarm.stop()
-            end(process.pid)
-            process.wait()
+            deadline.stop()
+            end(process.pid)  # and what it started
 
 
 class Deadline:
     """Kills a process and all that it started after ``seconds``."""
 
     def __init__(self, group: int, seconds: float):
-        self.rang, self._group = False, group
+        self.passed, self._group = False, group
         signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def _ring(self, *_: object) -> None:
-        self.rang = True
+        self.passed = True
         end(self._group)
 
     def stop(self) -> None:
@@ -116,7 +109,8 @@ def check(names: list[str], total_s: float, path: Path, options: list[str]) -> i
                 add(Figure.skipped(name, f"no time left of {total_s:.0f} s: scripts/gpu_check {name}"))
                 continue
             started = time.monotonic()
-            for figure in run_part(name, figures, min(LIMITS_S[name], left), options):
+            command = [sys.executable, "-m", "scripts.gpu.check", name, "--in-this-process", *options]
+            for figure in run_part(name, command, min(LIMITS_S[name], left)):
                 add(figure)
             print(f"      {name}: {time.monotonic() - started:.0f} s", flush=True)
             write(path, figures, time.monotonic() - begun)
@@ -138,7 +132,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="gpu_check.json")
     parser.add_argument("--seconds", type=float, default=600.0, help="of all parts together: 600")
     parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="download the packages for a bare machine")
-    parser.add_argument("--in-this-process", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(LIMITS_S):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; parts: {', '.join(LIMITS_S)}")
@@ -148,11 +142,10 @@ def main() -> int:
         options = ["--small"] if arguments.small else []
         return check(arguments.parts or list(LIMITS_S), arguments.seconds, arguments.json, options)
 
-    from scripts.gpu.context import Context
     from scripts.gpu import engine_parts, parts
+    from scripts.gpu.context import Context
 
-    context = Context(arguments.small, json.loads(Path(arguments.in_this_process).read_text()))
-    for figure in (parts.PARTS | engine_parts.PARTS)[arguments.parts[0]](context):
+    for figure in (parts.PARTS | engine_parts.PARTS)[arguments.parts[0]](Context(arguments.small)):
         print(MARK + json.dumps(vars(figure)), flush=True)
     return 0
 

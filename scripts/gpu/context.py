@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +32,11 @@ SMALL |= {"num_key_value_heads": 2, "vocab_size": 2048}
 
 
 class Context:
-    """``small`` sizes, always without a GPU: then no speed is judged. ``earlier``: figures of other parts by name."""
+    """The device, and ``small`` sizes or those of a GPU; always small without one. Then no speed is judged."""
 
-    def __init__(self, small: bool, earlier: Mapping[str, float]):
+    def __init__(self, small: bool = False):
         self.on_gpu = torch.cuda.is_available()
         self.small = small or not self.on_gpu
-        self.earlier = earlier
         self.device = torch.device("cuda" if self.on_gpu else "cpu", 0 if self.on_gpu else None)
 
     def pick(self, full: T, small: T) -> T:
@@ -87,8 +86,8 @@ class Context:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def seconds(self, *functions: Callable[[], object], repeats: int = 3) -> list[float]:
-        """The fastest of ``repeats`` calls of each, after one that is not counted."""
+    def seconds(self, *functions: Callable[[], object]) -> list[float]:
+        """The fastest of three calls of each (small: of one), after one that is not counted."""
 
         def waiting(function: Callable[[], object]) -> Callable[[], None]:
             def call() -> None:
@@ -100,11 +99,15 @@ class Context:
         calls = [waiting(function) for function in functions]
         for call in calls:
             call()
-        return [milliseconds / 1e3 for milliseconds in best(*calls, repeats=repeats)]
+        return [milliseconds / 1e3 for milliseconds in best(*calls, repeats=self.pick(3, 1))]
 
     def held(self) -> float:
         """Bytes of tensors on the GPU; on a CPU of this process."""
         return float(torch.cuda.memory_allocated()) if self.on_gpu else memory_mb("VmRSS") * 2**20
+
+    def free_bytes(self) -> float:
+        """Bytes of the GPU that no process holds; 0 without one."""
+        return float(torch.cuda.mem_get_info()[0]) if self.on_gpu else 0.0
 
     @contextmanager
     def peak(self) -> Iterator[Callable[[], float]]:

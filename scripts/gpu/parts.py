@@ -109,7 +109,7 @@ def head(context: Context) -> Iterator[Figure]:
     rate = context.matmul_rate()
     for name in ("0.5B", "7B"):
         shape = context.shape(name)
-        hidden, vocabulary, tokens = shape.hidden, shape.vocabulary, context.pick(16_384, 4096)
+        hidden, vocabulary, tokens = shape.hidden, shape.vocabulary, context.pick(16_384, 512)
         layer = nn.Linear(hidden, vocabulary, bias=False, device=context.device)
         nn.init.normal_(layer.weight, std=0.02)
         states = torch.randn(tokens, hidden, device=context.device, requires_grad=True)
@@ -230,7 +230,7 @@ def memory_of(context: Context, name: str, changes: dict) -> Iterator[Figure]:
 
 def lengths_of(context: Context) -> list[int]:
     """Of 64 thousand tokens in rows of 200 to 1500."""
-    total, shortest, longest = context.pick((65_536, 200, 1500), (1024, 20, 100))
+    total, shortest, longest = context.pick((65_536, 200, 1500), (256, 10, 40))
     draw, lengths = random.Random(0), []
     while sum(lengths) < total:
         lengths.append(draw.randint(shortest, longest))
@@ -240,7 +240,7 @@ def lengths_of(context: Context) -> list[int]:
 def sft(context: Context) -> Iterator[Figure]:
     """A step of SFT against the same by hand: losses, tokens per second, share of the GPU's peak; compiled."""
     lengths = lengths_of(context)
-    budget = context.pick(8192, 512)
+    budget = context.pick(8192, 128)
     for name in ("0.5B", "1.5B"):
         rows = random_rows(lengths).to(context.device)
         [hand_s], hand_loss = timed_by_hand(context, name, rows, lengths, budget)
@@ -326,7 +326,7 @@ def timed_by_hand(context: Context, name: str, rows: TensorDict, lengths: list[i
 
 def grpo(context: Context) -> Iterator[Figure]:
     """Log-probs of the current weights and two updates, on stored rollouts."""
-    config = context.grpo(tokens_per_microbatch=context.pick(8192, 512), memory={"checkpointing": "off"})
+    config = context.grpo(tokens_per_microbatch=context.pick(8192, 128), memory={"checkpointing": "off"})
     lengths = lengths_of(context)
     rows = random_rows(lengths).to(context.device)
     halves = torch.arange(len(rows)).chunk(2)
