@@ -9,6 +9,7 @@ Exits with 1 if a figure misses its limit or a part fails; docs/gpu.md explains 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -36,7 +37,7 @@ LIMITS_S = {  # of each part, for a slow disk or processor; on an idle machine t
     "run": 150,
 }
 MARK = "llmrl-figure "  # begins the lines of a part's output that are figures
-LAST_LINES = 40  # of a part's other output, kept for its failure
+LAST_LINES = 60  # of a part's other output, kept for its failure
 
 
 def run_part(name: str, command: list[str], limit_s: float) -> Iterator[Figure]:
@@ -61,16 +62,19 @@ def run_part(name: str, command: list[str], limit_s: float) -> Iterator[Figure]:
 
 
 class Deadline:
-    """Kills a process and all that it started after ``seconds``."""
+    """After ``seconds`` has a process say where it is, and kills it with all that it started."""
 
-    def __init__(self, group: int, seconds: float):
-        self.passed, self._group = False, group
+    def __init__(self, process: int, seconds: float):
+        self.passed, self._process = False, process
         signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def _ring(self, *_: object) -> None:
         self.passed = True
-        end(self._group)
+        with suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGABRT)  # faulthandler then writes the stacks of its threads
+        time.sleep(1)
+        end(self._process)
 
     def stop(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -145,6 +149,7 @@ def main() -> int:
     from scripts.gpu import engine_parts, parts
     from scripts.gpu.context import Context
 
+    faulthandler.enable()
     for figure in (parts.PARTS | engine_parts.PARTS)[arguments.parts[0]](Context(arguments.small)):
         print(MARK + json.dumps(vars(figure)), flush=True)
     return 0

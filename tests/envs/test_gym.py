@@ -2,17 +2,18 @@
 
 import contextlib
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from tensordict import TensorDict
 
 from llmrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from llmrl.envs import GymEnv, GymWrapper, ParallelEnv, StepCounter, TransformedEnv, check_env_specs
 from llmrl.errors import ConfigError, ShapeError, UnsupportedError
 from tests.support.refusals import refusals
+
+gymnasium = pytest.importorskip("gymnasium")
+spaces = gymnasium.spaces
 
 
 class Speed(spaces.Box):

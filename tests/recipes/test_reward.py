@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +14,8 @@ from llmrl.envs.llm.tasks.sums import sums_preferences
 from llmrl.errors import DataError
 from tests.support.saved_models import save_tiny
 from tests.support.training_rows import worst
+
+datasets = pytest.importorskip("datasets")
 
 FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
 ROWS = sums_preferences("test")[:6]

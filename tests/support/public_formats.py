@@ -6,9 +6,11 @@ import pickle
 import tarfile
 from pathlib import Path
 
-import h5py
 import numpy as np
+import pytest
 from PIL import Image
+
+h5py = pytest.importorskip("h5py")
 
 
 def write_d4rl(path: Path, ends: dict[str, list[int]], count: int = 10, **extra: np.ndarray) -> dict[str, np.ndarray]:

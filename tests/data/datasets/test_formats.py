@@ -5,12 +5,9 @@ import io
 import pickle
 import tarfile
 
-import h5py
-import minari
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from llmrl.data.datasets import (
     AtariDQNExperienceReplay,
@@ -25,6 +22,9 @@ from llmrl.data.datasets import (
 from llmrl.data.datasets.formats import load_pickle
 from llmrl.errors import ConfigError, DataError, UnsupportedError
 from tests.support import public_formats as formats
+
+h5py, minari = pytest.importorskip("h5py"), pytest.importorskip("minari")
+spaces = pytest.importorskip("gymnasium").spaces
 
 FLAGS = ("done", "terminated", "truncated")
 

@@ -7,7 +7,6 @@ import time
 from itertools import islice
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from tensordict import MemoryMappedTensor, TensorDict
@@ -20,6 +19,8 @@ from llmrl.testing import tiny_tokenizer
 from llmrl.train.data.preferences import tokenize_pairs
 from llmrl.train.settings.preferences import RewardConfig
 from tests.support.processes import wait_until
+
+datasets = pytest.importorskip("datasets")
 
 PAIRS = [
     {"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"It is {2 * i + 1}."} for i in range(10)

@@ -4,7 +4,6 @@ import math
 import sys
 from types import ModuleType, SimpleNamespace
 
-import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
@@ -15,6 +14,8 @@ from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from tests.support.conversations import fake_policy
 from tests.support.refusals import refusals
+
+gymnasium = pytest.importorskip("gymnasium")
 
 TOKENIZER = tiny_tokenizer()
 
