@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from numbers import Real
@@ -34,10 +34,11 @@ _SHOWN = 2000  # characters of a failed program's errors
 
 
 class AgentResult(NamedTuple):
-    """The reward of a rollout, and other numbers by name."""
+    """The reward of a rollout, other numbers by name, and the sessions of its calls that are trained; None: all."""
 
     reward: float
     metrics: Mapping[str, float]
+    sessions: Collection[str] | None = None
 
     @classmethod
     def of(cls, value: Any, *, needed: bool = True) -> AgentResult:
@@ -46,7 +47,7 @@ class AgentResult(NamedTuple):
         Raises  RolloutError for anything but finite numbers
 
         >>> AgentResult.of({"reward": True, "turns": 3})
-        AgentResult(reward=1.0, metrics={'turns': 3.0})
+        AgentResult(reward=1.0, metrics={'turns': 3.0}, sessions=None)
         """
         if value is None and not needed:
             return cls(0.0, {})
@@ -71,6 +72,8 @@ class Agent:
     Returns   (`call`) a number, or a mapping with "reward" and other numbers: `AgentResult`
     Raises    ConfigError for a function that does not take three arguments
     """
+
+    by_session = False  # True: a rollout's calls are of several agents, which X-Session-ID tells apart
 
     def __init__(
         self,

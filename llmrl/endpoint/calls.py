@@ -55,12 +55,13 @@ def _arguments(value: Any) -> str:
 
 @dataclass
 class Question:
-    """A request: the ``place`` of its tools and messages, its number among all requests, the call that it continues,
-    and, if the template keeps it from continuing one, the number of that one's path.
+    """A request: the ``place`` of its tools and messages, its number among all requests, the session that it is of,
+    the call that it continues, and, if the template keeps it from continuing one, the number of that one's path.
     """
 
     place: int
     number: int
+    session: str = ""
     parent: Call | None = None
     continues: int | None = None
 
@@ -107,16 +108,22 @@ class CallGraph:
         self._lock = threading.Lock()
 
     def sample(
-        self, sampler: TurnSampler, messages: Sequence[Message] | Tensor, *, tools: Any = None, **options: Any
+        self,
+        sampler: TurnSampler,
+        messages: Sequence[Message] | Tensor,
+        *,
+        tools: Any = None,
+        session: str = "",
+        **options: Any,
     ) -> tuple[Question, list[SampledTurn]]:
         """Answers of ``sampler`` to a client's messages, or to the ids that it made of them; they continue an earlier
-        call if there is one to continue.
+        call if there is one of the same ``session`` to continue.
         """
         with self._lock:
             number = self._num_asked
             self._num_asked += 1
-        place, parent = self._find(messages, tools)
-        asked = Question(place, number, parent)
+        place, parent = self._find(messages, tools, session)
+        asked = Question(place, number, session, parent)
         if self.seed is not None and options.get("seeds") is None:
             count = options.get("count", 1)
             options["seeds"] = row_seeds(self.seed, [asked.number] * count, range(count)).tolist()
@@ -139,17 +146,17 @@ class CallGraph:
                 pass  # rendered as a whole then, as in `sample`
         return sampler.prompt(messages, tools=tools)
 
-    def _find(self, messages: Sequence[Message] | Tensor, tools: Any) -> tuple[int, Call | None]:
+    def _find(self, messages: Sequence[Message] | Tensor, tools: Any, session: str = "") -> tuple[int, Call | None]:
         """The place of a request, and the call with the longest conversation that it continues."""
         if isinstance(messages, Tensor):
             with self._lock:
                 shorter = bisect_left(self._streams, len(messages), key=_length)
-                earlier = reversed(self._streams[:shorter])
+                earlier = [call for call in reversed(self._streams[:shorter]) if call.asked.session == session]
                 parent = next((c for c in earlier if messages[: _length(c)].equal(c.turn.stream)), None)
-                return self._next(0, ("ids", messages.numpy().tobytes())), parent
+                return self._next(0, ("ids", session, messages.numpy().tobytes())), parent
         keys, parent = [identity(message) for message in messages], None
         with self._lock:
-            place = self._next(0, ("tools", repr(tools)))
+            place = self._next(0, ("tools", session, repr(tools)))
             for key in keys:
                 parent = self._answered.get(place, parent)
                 place = self._next(place, key)

@@ -39,6 +39,7 @@ class Sampling(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     detokenize: bool | None = None
+    routed_experts_prompt_start: int | None = None  # about routed experts, which are not given
 
 
 class IdsRequest(ChatRequest):

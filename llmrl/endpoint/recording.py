@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,8 +27,9 @@ from llmrl.modules.llm.rendering import Renderer
 class Rollout(CallGraph):
     """An agent's attempt at a task: the row of the data, and the calls made with its key."""
 
-    def __init__(self, row: Mapping[str, Any], group: int, seed: int | None) -> None:
+    def __init__(self, row: Mapping[str, Any], group: int, seed: int | None, by_session: bool) -> None:
         super().__init__(seed)
+        self.by_session = by_session
         self.row, self.group = row, group
         self.record: list[dict[str, Any]] = []  # of its calls, when it is finished
 
@@ -75,17 +76,25 @@ class RecordingEndpoint(Endpoint):
         """For clients: the environment variable OPENAI_BASE_URL."""
         return f"{self.url}/v1"
 
-    def begin(self, row: Mapping[str, Any] | None = None, *, group: int = 0, seed: int | None = None) -> str:
+    def begin(
+        self,
+        row: Mapping[str, Any] | None = None,
+        *,
+        group: int = 0,
+        seed: int | None = None,
+        by_session: bool = False,
+    ) -> str:
         """A new rollout's key. ``group``: number of the prompt's draw, which advantages are relative to.
 
         ``seed`` of its answers, see `CallGraph`
         ``row``  of the data; its columns are those of the rollout's rows
+        ``by_session``: calls with different X-Session-ID never continue each other: they are of several agents
         Raises   DataError for a column that has the name of another entry
         """
         refuse_reserved(row or {}, "RecordingEndpoint.begin")
         key = f"sk-llmrl-{secrets.token_hex(16)}"
         with self._lock:
-            self._rollouts[key] = Rollout(row or {}, group, seed)
+            self._rollouts[key] = Rollout(row or {}, group, seed, by_session)
         return key
 
     def rollout(self, key: str) -> Rollout:
@@ -95,15 +104,15 @@ class RecordingEndpoint(Endpoint):
         except KeyError:
             raise ConfigError(f"RecordingEndpoint: {key[:16]!r}... must be the key of a rollout in progress.") from None
 
-    def finish(self, key: str, reward: float) -> TensorDict | None:
-        """Ends a rollout: later calls with its key are refused.
+    def finish(self, key: str, reward: float, sessions: Collection[str] | None = None) -> TensorDict | None:
+        """Ends a rollout: later calls with its key are refused. ``sessions``: those that are trained; None: all.
 
         Returns  its rows [N], see `make_rows`; None if it made no call that is trained
         """
         rollout = self.rollout(key)
         with self._lock:
             del self._rollouts[key]
-        kept = rollout.leaves(self.train)
+        kept = [call for call in rollout.leaves(self.train) if sessions is None or call.asked.session in sessions]
         rollout.record = rollout.describe(kept, self.train)
         leaves = [call.turn for call in kept]
         trained = {id(turn) for leaf in leaves for turn in leaf.path()}
@@ -128,11 +137,12 @@ class RecordingEndpoint(Endpoint):
             )
 
     def sample(
-        self, key: str, messages: list[dict[str, Any]] | Tensor, **options: Any
+        self, key: str, session: str, messages: list[dict[str, Any]] | Tensor, **options: Any
     ) -> tuple[list[SampledTurn], Record]:
         rollout = self._open(key)
         with self._sampling.holding("answers", math.inf, "an answer"), self._modes():
-            asked, turns = rollout.sample(self.sampler, messages, **options)
+            session = session if rollout.by_session else ""
+            asked, turns = rollout.sample(self.sampler, messages, session=session, **options)
 
         def record(said: Sequence[Message]) -> None:
             for turn, message in zip(turns, said, strict=True):

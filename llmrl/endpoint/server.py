@@ -47,6 +47,7 @@ _EXTRA = {"extra": "serve", "used_by": "Endpoint"}
 _POLL_S = 0.25  # between looks at whether a client has left
 _START_S = 30.0
 _ANSWERS_KEPT = 64  # for clients that ask the same again
+_NO_KEY = ("", "EMPTY")  # what clients send that have none
 _RETRY_HEADER = "x-stainless-retry-count"  # of the OpenAI and Anthropic clients
 
 
@@ -144,11 +145,11 @@ class Endpoint:
             raise BadRequestError("the API key is not this server's.", status=401, code="invalid_api_key")
 
     def sample(
-        self, key: str, messages: list[dict[str, Any]] | Tensor, **options: Any
+        self, key: str, session: str, messages: list[dict[str, Any]] | Tensor, **options: Any
     ) -> tuple[list[SampledTurn], Record]:
         """The answers to a request, and a function that is called with their messages if the client still waits.
 
-        Runs in a thread; ``options``: of `TurnSampler.sample`.
+        Runs in a thread; ``session``: what the client calls its conversation; ``options``: of `TurnSampler.sample`.
         """
         return self.sampler.sample(messages, **options), lambda said: None
 
@@ -170,7 +171,7 @@ class Endpoint:
     async def _count_tokens(self, request: Request) -> Response:
         kind = CountTokensRequest
         try:
-            key = _api_key(request)
+            key, _ = _caller(request)
             self.check_key(key)
             asked = kind.read(await self._body(request)).as_chat()
             prompt = partial(self.prompt, key, asked.chat(), asked.offered)
@@ -182,11 +183,11 @@ class Endpoint:
     async def _answer(self, kind: type[Any], request: Request) -> Response:
         self.counters["requests"] += 1
         try:
-            key = _api_key(request)
+            key, session = _caller(request)
             self.check_key(key)
             body = await self._body(request)
             asked = kind.read(body)
-            work = self._begin(key, request, body, asked)
+            work = self._begin(key, session, request, body, asked)
             work.waiting += 1
         except BadRequestError as error:
             self.counters["refused"] += 1
@@ -209,23 +210,24 @@ class Endpoint:
         finally:
             work.waiting -= 1
 
-    def _begin(self, key: str, request: Request, body: bytes, asked: Any) -> _Work:
+    def _begin(self, key: str, session: str, request: Request, body: bytes, asked: Any) -> _Work:
         """Starts an answer; or the one that is under way or was given, if a client repeats its request."""
         name = request.headers.get("idempotency-key", "")
         repeats = request.headers.get(_RETRY_HEADER, "0") != "0"
-        same = (key, request.url.path, name) if name else (key, request.url.path, "", str(hash(body)))
+        place = (key, session, request.url.path)
+        same = (*place, name) if name else (*place, "", str(hash(body)))
         if (name or repeats) and (known := self._answers.get(same)) is not None and not known.failed:
             self.counters["replayed"] += 1
             return known
         chat, work = asked.as_chat(), _Work()
         self._answers[same] = work
-        work.task = asyncio.ensure_future(self._complete(key, chat, work))
+        work.task = asyncio.ensure_future(self._complete(key, session, chat, work))
         work.task.add_done_callback(_note)
         while len(self._answers) > _ANSWERS_KEPT:
             self._answers.popitem(last=False)
         return work
 
-    async def _complete(self, key: str, asked: ChatRequest, work: _Work) -> Completion:
+    async def _complete(self, key: str, session: str, asked: ChatRequest, work: _Work) -> Completion:
         params, overridden = asked.params(self.sampler.params, fixed=self.fixed)
         self.counters.update({f"overridden/{name}": 1 for name in overridden})
         count = asked.n or 1
@@ -233,7 +235,7 @@ class Endpoint:
         options |= {"count": count, "seeds": None if asked.seed is None else [asked.seed + n for n in range(count)]}
         messages = asked.chat()
 
-        sample = partial(self.sample, key, messages, **options)
+        sample = partial(self.sample, key, session, messages, **options)
         turns, record = await asyncio.get_running_loop().run_in_executor(self._pool, sample)
         if not work.waiting:
             self.counters["abandoned"] += 1
@@ -268,9 +270,12 @@ class Endpoint:
         return b"".join(parts)
 
 
-def _api_key(request: Request) -> str:
-    bearer = request.headers.get("authorization", "")
-    return bearer.removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
+def _caller(request: Request) -> tuple[str, str]:
+    """The API key, and what the client calls its conversation; one that sends no key names it KEY.CONVERSATION."""
+    headers = request.headers
+    key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
+    session = headers.get("x-session-id", "")
+    return (session.partition(".")[0], session) if key in _NO_KEY else (key, session)
 
 
 def _note(task: asyncio.Future[Any]) -> None:

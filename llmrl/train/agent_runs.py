@@ -22,12 +22,14 @@ from llmrl.concurrency.daemon_threads import DaemonThreads
 from llmrl.data.ragged.tensordicts import column
 from llmrl.endpoint import RecordingEndpoint
 from llmrl.endpoint.agents import Agent, AgentResult
+from llmrl.endpoint.verifiers import VerifiersAgent
 from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.errors import RolloutError, caused_by
 from llmrl.modules.llm.conversation import SampledTurn
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.train.settings.environment import TaskSettings
+from llmrl.train.settings.types import VERIFIERS
 
 _ENDING_S = 2.0  # for threads to free the rows that they made
 _LOOK_S = 0.1  # between looks at whether rollouts were stopped
@@ -67,7 +69,11 @@ class AgentRuns:
         modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         settings = env.agent
-        self._agent = Agent(settings.run, settings.command, process=settings.process, scored=scored)
+        self._agent: Agent | VerifiersAgent
+        if env.name == VERIFIERS:
+            self._agent = VerifiersAgent(env.options, policy.renderer.tokenizer, scored=scored)
+        else:
+            self._agent = Agent(settings.run, settings.command, process=settings.process, scored=scored)
         self._deadline_s, self._retries = settings.deadline_s, env.retries
         self._engine = policy.engine
         self._endpoint = RecordingEndpoint(
@@ -132,7 +138,7 @@ class AgentRuns:
             if over():
                 raise ConversationsStopped
             seed = int(row_seeds(task.seed, [attempt]))
-            key = self._endpoint.begin(task.row, group=task.group, seed=seed)
+            key = self._endpoint.begin(task.row, group=task.group, seed=seed, by_session=self._agent.by_session)
             rollout, error, result = self._endpoint.rollout(key), "", AgentResult(math.nan, {})
             left = max(0.0, end - time.monotonic())
             outcome = self._agent.call(self._endpoint.base_url, key, task.row, timeout_s=left, stopped=over)
@@ -142,7 +148,7 @@ class AgentRuns:
                 error = outcome.error
             else:
                 result = outcome.value
-            rows = self._endpoint.finish(key, result.reward)
+            rows = self._endpoint.finish(key, result.reward, result.sessions)
             counts.update({**rollout.counters})
             if rows is None and not error:
                 error = "the agent must call the model at the base URL, with its API key: it made no call"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
+from llmrl.endpoint.verifiers import verifiers_rows
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.tasks.countdown import CountdownEnv
 from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
@@ -18,6 +19,7 @@ from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.llm.tasks.task import TaskEnv
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
+from llmrl.train.settings.types import VERIFIERS
 
 Row = Mapping[str, Any]
 
@@ -100,6 +102,10 @@ def env_rows(
 
     A task's ``rows`` gets those of its ``options`` that it has parameters for.
     """
+    if name == VERIFIERS:
+        if dataset is not None:
+            raise ConfigError("eval.dataset: verifiers has tasks of its own: choose what is measured by env.options.eval.")
+        return verifiers_rows(options or {}, split=split)
     maker = env_maker(name)
     if is_task(maker):
         asked = inspect.signature(maker.rows).parameters.keys() - {"dataset", "name", "split"}

@@ -18,6 +18,7 @@ from llmrl.data.llm.images import refuse_images
 from llmrl.data.llm.row_reading import place_of
 from llmrl.data.llm.rows import read_prompt
 from llmrl.data.ragged.tensordicts import column_values
+from llmrl.endpoint.verifiers import verifiers_about
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.rewards.judge import JudgeReward
 from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
@@ -37,6 +38,7 @@ from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
 from llmrl.train.mixed_env import SOURCE, MixedEnv
 from llmrl.train.settings.environment import EnvSettings, EvalSettings, SetSettings, SourceSettings, TaskSettings
+from llmrl.train.settings.types import VERIFIERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,6 +218,8 @@ class Task:
     def about(self, settings: EvalSettings) -> str:
         """What a task says of itself in the plan; "" for most."""
         env, maker = self.settings, env_maker(self.settings.name)
+        if env.name == VERIFIERS:
+            return verifiers_about(env.options)
         if env.agent is not None or not is_task(maker):
             return ""
         options = env.options if env.dataset is None else {}

@@ -419,7 +419,8 @@ def _agent(config: GRPOConfig) -> Rows:
         "all": "all its conversations are trained, sub-agents and edited histories too",
         "longest": "its conversation with the most sampled tokens is trained",
     }
-    return [("agent", f"{agent.label} · {limits}"), ("", trained[agent.train])]
+    who = agent.label if agent.is_named else config.env.label
+    return [("agent", f"{who} · {limits}"), ("", trained[agent.train])]
 
 
 def _model_rows(config: ModelSource, session: Session, shape: ModelShape, gpu: GPU | None, lengths: RowLengths) -> Rows:

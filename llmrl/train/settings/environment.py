@@ -15,7 +15,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
 from llmrl.settings import Settings
-from llmrl.train.settings.types import EMBEDDED, EnvName, FormatName, FunctionName, ToolName
+from llmrl.train.settings.types import EMBEDDED, VERIFIERS, EnvName, FormatName, FunctionName, ToolName
+
+_ALL = {"train": "all"}  # each branch of a trace is a row
 
 
 class RewardSettings(Settings):
@@ -91,11 +93,16 @@ class AgentSettings(Settings):
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> AgentSettings:
-        if (self.run is None) == (self.command is None):
-            raise ValueError(f"must have either run or command: got {'both' if self.run else 'neither'}")
+        if self.run is not None and self.command is not None:
+            raise ValueError("must have either run or command: got both")
         if self.process and self.run is None:
             raise ValueError("process is for run: a command has a process of its own")
         return self
+
+    @property
+    def is_named(self) -> bool:
+        """False if the environment is played by an agent of its own."""
+        return self.run is not None or self.command is not None
 
 
 class TaskSettings(Settings):
@@ -105,10 +112,12 @@ class TaskSettings(Settings):
     name: EnvName = Field(
         "chat",
         description="sums, big_sums, colours, arithmetic: embedded tasks; gsm8k, math, countdown, ifeval, "
-        "reasoning_gym: with their prompts and rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your "
-        "own class",
+        "reasoning_gym: with their prompts and rewards; verifiers: tasks of that package; chat: your own dataset and "
+        "reward; my_pkg.envs:MyEnv: your own class",
     )
-    options: dict[str, Any] = Field({}, description="arguments of your own environment or of reasoning_gym, by name")
+    options: dict[str, Any] = Field(
+        {}, description="arguments of your own environment, of reasoning_gym or of verifiers, by name"
+    )
     agent: AgentSettings | None = Field(
         None,
         description="an agent of your own, called with each row of the data, in place of prompt, tools, user and "
@@ -188,7 +197,7 @@ class TaskSettings(Settings):
 
     @property
     def _takes_options(self) -> bool:
-        return ":" in self.name or self.name == "reasoning_gym"
+        return ":" in self.name or self.name in ("reasoning_gym", VERIFIERS)
 
     @property
     def _has_reward(self) -> bool:
@@ -204,12 +213,23 @@ class TaskSettings(Settings):
         """The name in metrics: that of the environment, without its module, of reasoning_gym with that of its task; of
         ``chat``, that of the dataset.
         """
-        if self.name == "reasoning_gym" and self.dataset is None and "task" in self.options:
-            return re.sub(r"[^\w.-]+", "-", f"{self.name}.{self.options['task']}")
+        named = {"reasoning_gym": "task", VERIFIERS: "taskset"}.get(self.name)
+        if named in self.options and self.dataset is None:
+            given = self.options[named]
+            given = given.get("id") if isinstance(given, Mapping) else given
+            return re.sub(r"[^\w.-]+", "-", f"{self.name}.{given}")
         if self.name != "chat" or self.dataset is None:
             return self.name.rpartition(":")[2]
         name = re.sub(r"\.(jsonl|json|parquet|csv)$", "", Path(self.dataset).name, flags=re.IGNORECASE)
         return re.sub(r"[^\w.-]+", "-", name).strip("-") or self.name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _verifiers_plays_as_an_agent(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("name") != VERIFIERS:
+            return data
+        agent = data.get("agent") or {}
+        return {**data, "agent": {**_ALL, **agent} if isinstance(agent, Mapping) else agent}
 
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:
@@ -237,11 +257,20 @@ class TaskSettings(Settings):
         """Raises ValueError for settings that an agent replaces."""
         if ":" in self.name:
             raise ValueError(f"env.agent gets rows, not an environment: name {self.name} is one; set env.dataset")
-        read = ("name", "agent", "dataset", "config", "split", "retries", "max_conversation_tokens", "source")
+        own = self.name == VERIFIERS
+        if own == self.agent.is_named:
+            raise ValueError(
+                f"env {self.name} plays its tasks itself: leave out env.agent.{'run' if self.agent.run else 'command'}"
+                if own
+                else "env.agent must have either run or command: got neither"
+            )
+        read = ("name", "agent", "retries", "max_conversation_tokens", "source")
+        read += ("options",) if own else ("dataset", "config", "split")
         fields = type(self).model_fields
         given = [name for name in fields if name not in read and getattr(self, name) != fields[name].default]
         if given:
-            raise ValueError(f"env.agent does this itself: leave out {', '.join(f'env.{name}' for name in given)}")
+            who = f"env {self.name}" if own else "env.agent"
+            raise ValueError(f"{who} does this itself: leave out {', '.join(f'env.{name}' for name in given)}")
 
     @model_validator(mode="after")
     def _names_can_be_loaded(self) -> Self:
@@ -258,7 +287,11 @@ class TaskSettings(Settings):
         for number, tool in enumerate(self.tools):
             name, options = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
             checks["tools", number] = partial(check_tool, name, options)
-        if self._takes_options:  # imported here: these two import torch
+        if self.name == VERIFIERS:
+            from llmrl.endpoint.verifiers import VerifiersOptions
+
+            checks["options",] = partial(VerifiersOptions.read, self.options)
+        elif self._takes_options:  # imported here: these two import torch
             from llmrl.train.environments import check_env
 
             has_reward = self._has_reward or not self.NEEDS_REWARD

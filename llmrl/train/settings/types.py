@@ -14,7 +14,8 @@ from llmrl.loading import split_name
 from llmrl.text_files import why_not_text
 
 EMBEDDED = ("sums", "big_sums", "colours", "arithmetic")  # tasks whose problems come with the package
-ENVIRONMENTS = (*EMBEDDED, "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", "chat")
+VERIFIERS = "verifiers"  # its tasks are played by an agent: see `llmrl.endpoint.verifiers`
+ENVIRONMENTS = (*EMBEDDED, "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", VERIFIERS, "chat")
 ENGINES = ("transformers", "vllm")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")
