@@ -7,6 +7,7 @@ Each is a venv in the cache folder (LLMRL_ENVS, or llmrl/envs in XDG_CACHE_HOME)
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,8 @@ class Package:
         return f"{self.name}>={_dotted(self.oldest)},<{_dotted(self.below)}"
 
     def fits(self, version: str) -> bool:
-        """True if the version, whose further letters do not count, is in the range."""
-        numbers = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:3])
+        """True if the version is in the range; letters behind its numbers do not count."""
+        numbers = tuple(map(int, re.findall(r"(?:^|\.)(\d+)", version)[:3]))
         return self.oldest <= numbers < self.below
 
 

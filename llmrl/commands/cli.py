@@ -72,6 +72,7 @@ usage: llmrl COMMAND ...
   compare RUN RUN ...                      runs side by side, in the terminal and (--html FILE) as a page
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
   new     reward|tool|env|recipe NAME      files to start from, with a test that passes
+  env     install|check verifiers          a Python environment of a package that cannot be beside llmrl
   doctor                                   devices, versions, and what works here
 
 RECIPE is a YAML file or a packaged recipe: {recipes}

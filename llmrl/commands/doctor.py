@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llmrl.errors import MissingDependencyError, UnsupportedError
 from llmrl.hub import SMALL_MODEL
+from llmrl.package_envs import PACKAGES, installed_version, is_there, python_of
 from llmrl.run.console import Finding, make_console, print_findings
 from llmrl.run.console.numbers import counted
 from llmrl.tools.browser import find_chromium
@@ -54,6 +55,7 @@ def checks() -> list[Finding]:
             found.append(Finding(module, None, f"not installed: pip install 'llmrl[{extra}]' for {purpose}"))
         else:
             found.append(Finding(module, True, f"{_version(module)}: {purpose}"))
+    found += [_environment(name) for name in PACKAGES]
     chromium = find_chromium()
     where = f"{chromium}: the" if chromium else "not found: run scripts/setup --browser for the"
     found += [_sandbox(), Finding("chromium", True if chromium else None, f"{where} browser tool")]
@@ -141,6 +143,17 @@ def _vllm() -> Finding:
             "vllm", False, f"{build} is for GPUs, torch {torch.__version__} is not: run scripts/setup --vllm"
         )
     return Finding("vllm", True, f"{build}{'' if for_gpus else ' for CPUs'}: sampling with vLLM")
+
+
+def _environment(name: str) -> Finding:
+    """Reads the version in an environment of its own."""
+    if not is_there(name):
+        return Finding(name, None, f"no environment: llmrl env install {name} for env: {{name: {name}}}")
+    try:
+        python = python_of(name)
+        return Finding(name, True, f"{installed_version(name, python)} in {python}: env: {{name: {name}}}")
+    except MissingDependencyError as error:
+        return Finding(name, False, str(error).removeprefix(f"{name}: "))
 
 
 def _sandbox() -> Finding:

@@ -289,5 +289,13 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
             "--folder", type=Path, default=Path(), metavar="DIR", help="where the files are written (default: here)"
         ),
     ),
+    "env": _Command(
+        "env install|check NAME [options]",
+        "llmrl.commands.env:env",
+        option("action", choices=["install", "check"], help="make the environment, or say what is wrong with it"),
+        option("name", metavar="NAME", help="verifiers"),
+        option("--python", metavar="PATH", help="for check: the Python of another environment"),
+        option("--again", action="store_true", help="for install: even if it is there"),
+    ),
     "doctor": _Command("doctor [--json]", "llmrl.commands.doctor:report", JSON),
 }

@@ -81,10 +81,14 @@ class VerifiersOptions(Settings):
         if not isinstance(self.taskset.get("id"), str):
             raise ValueError("taskset must name one: taskset: reverse_text, or {id: reverse_text, ...}")
         if taken := sorted({"taskset", "id"} & self.config.keys()):
-            raise ValueError(f"config must not have {taken[0]}: it is the option {'env' if taken[0] == 'id' else taken[0]}")
+            raise ValueError(
+                f"config must not have {taken[0]}: it is the option {'env' if taken[0] == 'id' else taken[0]}"
+            )
         unknown = sorted((self.eval or {}).keys() - {"select", "taskset"})
         if unknown or {"id", "task"} & (self.eval or {}).get("taskset", {}).keys():
-            raise ValueError("eval must have select and taskset, the latter without id and task, which play both splits")
+            raise ValueError(
+                "eval must have select and taskset, the latter without id and task, which play both splits"
+            )
         return self
 
     def environment(self, *, measured: bool = False) -> dict[str, Any]:
@@ -183,7 +187,9 @@ class VerifiersAgent:
 
     by_session = True
 
-    def __init__(self, options: Mapping[str, Any], tokenizer: Any, *, model: str = "llmrl", scored: bool = True) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], tokenizer: Any, *, model: str = "llmrl", scored: bool = True
+    ) -> None:
         self._scored, self._model = scored, model
         self._server = _Server.shared(VerifiersOptions.read(options), tokenizer)
         self._lock = threading.Lock()
@@ -213,7 +219,9 @@ class VerifiersAgent:
         rewards = answer["seats"]
         if None in rewards.values():
             if self._scored:
-                return Outcome(error="verifiers: the task must give a reward: no method with @vf.reward did.", done=True)
+                return Outcome(
+                    error="verifiers: the task must give a reward: no method with @vf.reward did.", done=True
+                )
             rewards = dict.fromkeys(rewards, 0.0)
         try:
             result = AgentResult.of({**answer["metrics"], "reward": sum(rewards.values()) / len(rewards)})
@@ -228,7 +236,9 @@ class VerifiersAgent:
             tasks = len(set(self._failing))
             if len(self._failing) < IN_A_ROW or tasks < min(IN_A_ROW, len(self._met)):
                 return  # a few bad tasks are no reason to end a run
-        raise RolloutError(f"verifiers: {len(self._failing)} rollouts of {tasks} tasks failed one after the other: {error}")
+        raise RolloutError(
+            f"verifiers: {len(self._failing)} rollouts of {tasks} tasks failed one after the other: {error}"
+        )
 
     def close(self) -> None:
         """Ends the program if no other uses it; a second call does nothing."""
@@ -240,16 +250,14 @@ class VerifiersAgent:
 class _Server:
     """The program, started when it is made and again after it has ended by itself."""
 
-    _all: dict[tuple[str, int], _Server] = {}
-    _all_lock = threading.Lock()
-
     @classmethod
     def shared(cls, options: VerifiersOptions, tokenizer: Any) -> _Server:
+        """That of these options, which ends when each that asked for it has released it."""
         key = (options.model_dump_json(), id(tokenizer))
-        with cls._all_lock:
-            server = cls._all.get(key) or cls(options, tokenizer, key)
+        with _servers_lock:
+            server = _servers.get(key) or cls(options, tokenizer, key)
             server._users += 1
-            cls._all[key] = server
+            _servers[key] = server
         return server
 
     def __init__(self, options: VerifiersOptions, tokenizer: Any, key: tuple[str, int]) -> None:
@@ -263,7 +271,7 @@ class _Server:
             tokenizer.save_pretrained(self._folder.name)
             asked["tokenizer"] = self._folder.name
         command = _command(options, "serve", _written(self._folder.name, asked))
-        output = Path(self._folder.name, "output").open("a+b")
+        output = Path(self._folder.name, "output").open("a+b")  # noqa: SIM115  closed with the program
         self._process = ServerProcess(f"http://127.0.0.1:{self._port}", command, _variables(command), output)
         try:
             self._start()
@@ -302,15 +310,17 @@ class _Server:
             if (code := self._process.exitcode) == _REFUSED:
                 raise ConfigError(f"verifiers: {self._process.last_lines('').splitlines()[-1].strip()}.")
             if code is not None or time.monotonic() > end:
-                raise RolloutError(self._process.last_lines("verifiers: its program must start: it did not; its output:"))
+                raise RolloutError(
+                    self._process.last_lines("verifiers: its program must start: it did not; its output:")
+                )
             time.sleep(0.05)
 
     def release(self) -> None:
-        with self._all_lock:
+        with _servers_lock:
             self._users -= 1
             if self._users:
                 return
-            self._all.pop(self._key, None)
+            del _servers[self._key]
         self._stop()
 
     def _stop(self) -> None:
@@ -318,3 +328,7 @@ class _Server:
             self._process.stop(_ENDING_S)
         self._process.output.close()
         self._folder.cleanup()
+
+
+_servers: dict[tuple[str, int], _Server] = {}
+_servers_lock = threading.Lock()

@@ -24,7 +24,7 @@ from typing import Any
 REFUSED = 3  # exit code, with the reason as the last line of the errors
 
 
-class Refused(Exception):  # noqa: N818  no error of this program
+class Refused(Exception):
     """What a user must change."""
 
 
@@ -40,7 +40,7 @@ def main(mode: str, file: str) -> int:
         else:
             asyncio.run(serve(config, asked))
     except Refused as reason:
-        print(f"\n{reason}".replace("\n", " "), file=sys.stderr)
+        print("\n" + str(reason).replace("\n", " ").rstrip("."), file=sys.stderr)
         return REFUSED
     return 0
 
@@ -97,8 +97,8 @@ def older(taskset: str, error: BaseException) -> str:
             module = f"{module} {importlib.metadata.version(module)}"
         return (
             f"{module} is written for verifiers before 0.4 (vf.Environment, load_environment), and this is verifiers "
-            f"{have}: {error}. Install a release of it that has a Taskset, or write one: load() yields its tasks, and "
-            "methods with @vf.reward score them"
+            f"{have}: {str(error).rstrip('.')}. Install a release of it that has a Taskset, or write one: load() "
+            "yields its tasks, and methods with @vf.reward score them"
         )
     return f"{taskset!r} cannot be loaded by verifiers {have}: {type(error).__name__}: {error}"
 
@@ -152,7 +152,7 @@ async def serve(config: Any, asked: dict[str, Any]) -> None:
     async with env.serving():
         try:
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", asked["port"]).start()
+            await web.TCPSite(runner, "127.0.0.1", asked["port"], backlog=1024).start()
             while os.getppid() == owner and not ended.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1)

@@ -104,7 +104,9 @@ def env_rows(
     """
     if name == VERIFIERS:
         if dataset is not None:
-            raise ConfigError("eval.dataset: verifiers has tasks of its own: choose what is measured by env.options.eval.")
+            raise ConfigError(
+                "eval.dataset: verifiers has tasks of its own: choose what is measured by env.options.eval."
+            )
         return verifiers_rows(options or {}, split=split)
     maker = env_maker(name)
     if is_task(maker):
