@@ -29,7 +29,8 @@ class Refused(Exception):
 
 
 def main(mode: str, file: str) -> int:
-    sys.path.insert(0, os.getcwd())  # the user's tasksets
+    sys.path.insert(0, os.getcwd())  # the user's tasksets; the servers of their tools find them by the variable
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     with open(file) as opened:
         asked = json.load(opened)
     try:

@@ -3,7 +3,7 @@
 import verifiers.v1 as vf
 
 
-class Secrets(vf.Toolset):
+class Secrets(vf.Toolset[vf.SharedToolsetConfig]):
     @vf.tool
     async def look_up(self, name: str) -> str:
         """The number of that name."""
@@ -26,3 +26,6 @@ class EchoTool(vf.Taskset[ToolTask, vf.TasksetConfig]):
 
 
 __all__ = ["EchoTool"]
+
+if __name__ == "__main__":  # the server of the tools runs this module
+    Secrets.run()
