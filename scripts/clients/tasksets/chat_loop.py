@@ -8,6 +8,7 @@ import verifiers.v1 as vf
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 MOST = 4  # calls of tools
+CLIENT = httpx.AsyncClient(timeout=600)  # rollouts share it: to make one takes as long as all that verifiers does
 
 
 class ChatLoop(vf.Harness[vf.HarnessConfig]):
@@ -20,13 +21,12 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
         messages += [m if isinstance(m, dict) else m.model_dump(exclude_none=True) for m in given]
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(httpx.AsyncClient(timeout=600))
             servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
             tools, places, connections = await connect_mcp(servers, stack)
             for _ in range(MOST):
                 asked = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 keys = {"authorization": f"Bearer {secret}"}
-                answer = await client.post(f"{endpoint}/chat/completions", json=asked, headers=keys)
+                answer = await CLIENT.post(f"{endpoint}/chat/completions", json=asked, headers=keys)
                 if answer.status_code != 200:
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text)
                 message = answer.json()["choices"][0]["message"]
