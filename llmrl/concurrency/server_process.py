@@ -81,6 +81,8 @@ class ServerProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self.signal(signal.SIGKILL)  # even if it ended by itself: its children may still run
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)  # so that none is left that nobody has asked how it ended
 
 
 def _end_with_parent() -> None:
