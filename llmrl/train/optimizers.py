@@ -49,13 +49,17 @@ def make_optimizer(
     if optim.name == "adamw_8bit":
         return package.AdamW8bit(parameters, **options)
     if optim.name == "muon":
-        return MuonWithAdamW(parameters, matrices, optim, fused=device.type == "cuda")
+        return MuonWithAdamW(parameters, matrices, optim, _one_pass(device))
     if optim.name == "adamw_offload":
         return OffloadedAdamW(parameters, **options)
     if offloads:
         return HostAdamW(parameters, **options)
-    # fused: one kernel per step, while foreach allocates temporaries of the size of the parameters
-    return torch.optim.AdamW(parameters, **options, **({"fused": True} if device.type == "cuda" else {"foreach": True}))
+    return torch.optim.AdamW(parameters, **options, **_one_pass(device))
+
+
+def _one_pass(device: torch.device) -> dict[str, bool]:
+    """Fused: one pass over weights, gradients and moments, where foreach makes temporaries of the parameters' size."""
+    return {"fused": True} if device.type in ("cuda", "cpu") else {"foreach": True}
 
 
 def set_options(optimizer: torch.optim.Optimizer, optim: OptimSettings) -> None:
@@ -88,14 +92,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], matrices: Iterable[Tensor], optim: OptimSettings, *, fused: bool
+        self, parameters: Iterable[Tensor], matrices: Iterable[Tensor], optim: OptimSettings, one_pass: dict[str, bool]
     ) -> None:
         matrices = list(matrices)
         chosen = set(map(id, matrices))
         given: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
         self._muon = torch.optim.Muon(matrices, **given)
         others = [parameter for parameter in parameters if id(parameter) not in chosen]
-        self._adamw = torch.optim.AdamW(others, **given, betas=optim.betas, fused=fused, foreach=not fused)
+        self._adamw = torch.optim.AdamW(others, **given, betas=optim.betas, **one_pass)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
         set_options(self, optim)
 

@@ -16,6 +16,7 @@ from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logpr
 from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.modules.llm.shared_prefixes import can_share_prefixes, group_rows, share_prefixes
 from llmrl.objectives.llm import SFTLoss
+from llmrl.train.data.lengths import RowLengths
 from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
 from llmrl.train.updater import Updater
@@ -426,3 +427,16 @@ def test_steps_with_groups_of_answers_have_one_result(tmp_path, tied):
     assert sum(a * b for a, b in results[1][0]) < 0.7 * sum(a * b for a, b in results[0][0])
     assert results[1][1] == pytest.approx(results[0][1], abs=1e-5, rel=1e-5)
     assert results[1][1][6] < results[1][1][0] - 0.1, "the weights have moved"
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize(("prompt", "answer"), [(8, 3), (400, 300), (8, 60)], ids=["all", "by twos", "none"])
+def test_the_memory_plan_counts_the_positions_that_a_model_computes(prompt: int, answer: int):
+    model = build("llama")
+    prompts, answers = sequences([prompt] * 3), sequences([answer] * 12, seed=2)
+    rows = [torch.cat([prompts[number // 4], own]) for number, own in enumerate(answers)]
+    seen = shapes_seen(model)
+    token_logprobs(model, *padded(rows), packing="auto")
+    lengths = RowLengths((prompt + answer,), alike=4, prompts=(prompt,))
+    packs, width = seen[0]
+    assert lengths.most_at_once(12, 100_000, "auto", shares=True) == (packs * width, width)

@@ -33,7 +33,7 @@ from llmrl.modules.llm.packing import (
     tolerance_of,
 )
 
-_WIDTH = 1024  # of a group, unless a row is longer: attention with a mask is quadratic in it
+GROUP_WIDTH = 1024  # of a group, unless a row is longer: attention with a mask is quadratic in it
 LEAST_HIDDEN_SIZE = 512  # of a model: a tiny one spends more on the wider mask than its layers save
 
 
@@ -61,7 +61,7 @@ def share_prefixes(model: nn.Module, input_ids: Tensor, attended_BT: Tensor, pac
     return packed if packed.input_ids.numel() <= WORTH_PACKING * sum(lengths) else None
 
 
-def group_rows(rows: list[list[int]], width: int = _WIDTH) -> list[Group]:
+def group_rows(rows: list[list[int]], width: int = GROUP_WIDTH) -> list[Group]:
     """Groups rows so that common beginnings save tokens; a group has at most ``width`` of them, or one row.
 
     >>> [(group.rows, group.common) for group in group_rows([[7, 8, 1], [5, 5, 2], [7, 8, 2, 2], [5, 5, 3]])]
@@ -139,20 +139,24 @@ def can_share_prefixes(model: nn.Module, packing: Packing) -> bool:
         return False
     known, attention = _can_share.setdefault(model, {}), attention_of(model)
     if attention not in known:
-        known[attention] = _try(model, attention)
+        known[attention] = _try(model)
     return known[attention]
 
 
-def _try(model: nn.Module, attention: str) -> bool:
+def may_share_prefixes(model: nn.Module) -> bool:
+    """False if the model's configuration rules it out; it needs no weights."""
+    config = model.config.get_text_config()
+    if attention_of(model) not in ("sdpa", "eager") or config.hidden_size < LEAST_HIDDEN_SIZE:
+        return False  # other kinds of attention read no mask
+    kinds = getattr(config, "layer_types", None) or ()  # the mask would need the window
+    return not getattr(config, "sliding_window", None) and all(kind == "full_attention" for kind in kinds)
+
+
+def _try(model: nn.Module) -> bool:
     path = find_head_path(model)
-    if path is None or attention not in ("sdpa", "eager"):  # others read no mask
+    if path is None or not may_share_prefixes(model):
         return False
     config = model.config.get_text_config()
-    if config.hidden_size < LEAST_HIDDEN_SIZE:
-        return False
-    kinds = getattr(config, "layer_types", None) or ()
-    if getattr(config, "sliding_window", None) or any(kind != "full_attention" for kind in kinds):
-        return False  # the mask would need the window
     firsts = (0, 8, 0, 8)  # two pairs, whose first three tokens are alike
     steps = [[*range(first, first + 3), *range(first + 3 + row, first + 6 + row)] for row, first in enumerate(firsts)]
     stride = max(1, config.vocab_size // 32)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llmrl.modules.llm.packing import WORTH_PACKING, Packing, lay_out
+from llmrl.modules.llm.packing import WORTH_PACKING, Layout, Packing, lay_out
+from llmrl.modules.llm.shared_prefixes import GROUP_WIDTH
 
 _DRAWS = 4  # updates whose largest micro-batch is taken
 
@@ -46,31 +47,61 @@ def microbatches(
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths in tokens of the rows of the data; each is drawn ``alike`` times at once, as in a group of answers."""
+    """Lengths in tokens of the rows of the data; each is drawn ``alike`` times at once, as in a group of answers.
+
+    ``prompts``  how many of a row's first tokens are those of the rows drawn with it; (): none
+    """
 
     lengths: tuple[int, ...]
     alike: int = 1
+    prompts: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
     @lru_cache(maxsize=512)  # noqa: B019  of a few objects per process
-    def most_at_once(self, rows: int, budget: int, packing: Packing) -> tuple[int, bool]:
+    def most_at_once(self, rows: int, budget: int, packing: Packing, shares: bool = False) -> tuple[int, int]:
         """The tokens, with padding, of the largest micro-batch of some updates on ``rows`` rows drawn at random; and
-        whether it has several rows.
+        the length of its attention mask, 0 for a single row, which needs none.
+
+        shares  True for a model that computes common beginnings once
 
         >>> RowLengths((100, 40)).most_at_once(8, 400, "off")
-        (400, True)
+        (400, 100)
+        >>> RowLengths((100,), alike=8, prompts=(80,)).most_at_once(8, 1000, "auto", shares=True)
+        (240, 240)
         """
-        chance, found = random.Random(0), [(self.longest, False)]
+        chance, found = random.Random(0), [(self.longest, 0)]
+        common = self.prompts if shares and packing != "off" else ()
         for _ in range(_DRAWS if len(self.lengths) > 1 else 1):
-            draws = chance.choices(self.lengths, k=-(-rows // self.alike))
-            drawn = [length for length in draws for _ in range(self.alike)][:rows]
-            for part in microbatches(drawn, budget):
+            draws = chance.choices(range(len(self.lengths)), k=-(-rows // self.alike))
+            draw_of = [draw for draw in range(len(draws)) for _ in range(self.alike)][:rows]
+            drawn = [self.lengths[draws[draw]] for draw in draw_of]
+            begin = [(draw,) * common[draws[draw]] for draw in draw_of] if common else None
+            for part in microbatches(drawn, budget, begin):
                 own = [drawn[row] for row in part]
+                several = len(own) > 1
+                if begin and (layout := _shared(own, [begin[row] for row in part])):
+                    found.append((layout.num_tokens, layout.width * several))
+                    continue
                 padded = len(own) * max(own)
                 packed = padded if packing == "off" else lay_out(own).num_tokens
                 is_packed = packing == "on" or packed <= WORTH_PACKING * padded
-                found.append((packed if is_packed else padded, len(own) > 1))
+                found.append((packed if is_packed else padded, max(own) * several))
         return max(found)
+
+
+def _shared(lengths: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> Layout | None:
+    """The packs of rows of these lengths, each prompt computed once; None if that saves less than a fifth."""
+    sizes: list[int] = []
+    last = None
+    for length, prompt in zip(lengths, prompts, strict=True):
+        own = length - len(prompt)
+        if prompt == last and sizes[-1] + own <= GROUP_WIDTH:
+            sizes[-1] += own
+        else:
+            sizes.append(length)
+        last = prompt
+    layout = lay_out(sizes)
+    return layout if layout.num_tokens <= WORTH_PACKING * sum(lengths) else None

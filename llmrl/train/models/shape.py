@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from llmrl.modules.llm.sequence_split import why_not_split
+from llmrl.modules.llm.shared_prefixes import may_share_prefixes
 from llmrl.modules.llm.vision import vision_tower
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class ModelShape:
     ``rows``           parameters of all weights with that number of rows
     ``largest_weight`` parameters of the largest weight
     ``splits``         True if sequences can be split over ranks that share the heads
+    ``shares``         True if rows that begin alike may be computed with their beginning once (`share_prefixes`)
     ``cached``         values that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
 
@@ -70,6 +72,7 @@ class ModelShape:
     keeps_scores: bool = False
     frozen: int = 0
     splits: bool = False
+    shares: bool = False
     frozen_products: int = 0
     matrices: int = 0
     rows: dict[int, int] = field(default_factory=dict)
@@ -153,6 +156,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         largest_kept={kind: max((block[kind] for block in kept), default=0) for kind in _BYTES},
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         splits=why_not_split(model, 1) is None,
+        # Routers count the experts of every row's tokens.
+        shares=may_share_prefixes(model) and all(weight.ndim < 3 for block in blocks for weight in block.parameters()),
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
         kept_pairs={kind: _pair_bytes(config, kind) for kind in _BYTES},
         keeps_scores=config._attn_implementation == "eager",

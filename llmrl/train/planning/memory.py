@@ -224,8 +224,8 @@ def _activations(
     lengths: RowLengths,
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, plus gradients in flight through one layer."""
-    tokens, has_mask = _tokens(config, num_gpus, lengths)
-    length = lengths.longest if has_mask or shape.keeps_scores else 0
+    tokens, mask = _tokens(config, shape, num_gpus, lengths)
+    length = mask or (lengths.longest if shape.keeps_scores else 0)
     layer = shape.largest_block_keeps(tokens, arithmetic, length=length)
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
@@ -233,13 +233,14 @@ def _activations(
     return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing)
 
 
-def _tokens(config: ModelSource, num_gpus: int, lengths: RowLengths) -> tuple[float, bool]:
-    """Tokens of a rank's largest micro-batch, and whether it has a mask."""
+def _tokens(config: ModelSource, shape: ModelShape, num_gpus: int, lengths: RowLengths) -> tuple[float, int]:
+    """Tokens of a rank's largest micro-batch, and the length of its attention mask, 0 without one."""
     split = config.parallel.context if num_gpus > 1 else 1
     rows = _rows(config, num_gpus // split)
     rows = -(-rows // config.updates_per_step) if isinstance(config, GRPOConfig) else rows
-    most, has_mask = lengths.most_at_once(rows, config.tokens_per_microbatch, config.packing)
-    return most / split, has_mask
+    shares = shape.shares and split == 1
+    most, mask = lengths.most_at_once(rows, config.tokens_per_microbatch, config.packing, shares)
+    return most / split, mask
 
 
 def _offloaded(
@@ -247,7 +248,7 @@ def _offloaded(
 ) -> float:
     """Bytes of the inputs of all decoder layers, which wait in host memory."""
     width = 2 if arithmetic == "bfloat16" else 4
-    return _tokens(config, num_gpus, lengths)[0] * shape.num_blocks * width * shape.hidden
+    return _tokens(config, shape, num_gpus, lengths)[0] * shape.num_blocks * width * shape.hidden
 
 
 def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:

@@ -230,7 +230,7 @@ def prepare_grpo(
         rows = tuple(min(length + most, *limits) if limits else length + most for length in tokens)
     else:  # its conversations are taken to be as long as they may be
         rows = (min(limits, default=longest_row(config)),) * len(prompts)
-    lengths = RowLengths(rows, alike=config.group_size)
+    lengths = RowLengths(rows, alike=config.group_size, prompts=tuple(tokens))
     longest_held_out = task.measured(config.eval).longest_prompt(held_out)
     engine = plan_engine(source, session, longest_held_out, empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
