@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmrl.train.gpus import parse_gpu
 from llmrl.train.models.shape import ModelShape, model_shape
-from llmrl.train.planning.memory import plan_memory, remedies, trainer_gpus, with_changes
+from llmrl.train.planning.fitting import remedies, with_changes
+from llmrl.train.planning.memory import plan_memory, trainer_gpus
 from llmrl.train.settings.grpo import GRPOConfig
 
 QWEN25 = {"num_key_value_heads": 8, "vocab_size": 152064, "num_attention_heads": 40, "hidden_size": 5120}

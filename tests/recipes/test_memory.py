@@ -29,17 +29,8 @@ from llmrl.train.gpus import GPU, find_gpu, parse_gpu
 from llmrl.train.models.shape import block_matrices, model_shape
 from llmrl.train.optimizers import HostAdamW, OffloadedAdamW, make_optimizer, set_learning_rate
 from llmrl.train.planning import memory
-from llmrl.train.planning.memory import (
-    cached_tokens,
-    can_spread,
-    engine_memory,
-    engine_share,
-    memory_rows,
-    plan_memory,
-    remedies,
-    trainer_gpus,
-    with_changes,
-)
+from llmrl.train.planning.fitting import engine_share, memory_rows, remedies, with_changes
+from llmrl.train.planning.memory import cached_tokens, can_spread, engine_memory, plan_memory, trainer_gpus
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
 from llmrl.train.settings.algorithms import PPOConfig
 from llmrl.train.settings.preferences import RewardConfig

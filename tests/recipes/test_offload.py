@@ -18,7 +18,8 @@ from llmrl.train.distributed import Session
 from llmrl.train.gpus import parse_gpu
 from llmrl.train.models import loading as models
 from llmrl.train.models.shape import model_shape
-from llmrl.train.planning.memory import memory_rows, plan_memory, remedies, with_changes
+from llmrl.train.planning.fitting import memory_rows, remedies, with_changes
+from llmrl.train.planning.memory import plan_memory
 from llmrl.train.updater import make_updater
 from llmrl.weight_update.groups import weight_groups
 from scripts.memory_table import shape_of

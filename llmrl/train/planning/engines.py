@@ -22,7 +22,8 @@ from llmrl.modules.llm.vision import vision_tower
 from llmrl.train.data.lengths import RowLengths
 from llmrl.train.gpus import GPU, host_memory
 from llmrl.train.models.shape import model_shape
-from llmrl.train.planning.memory import can_spread, engine_share, longest_row, trainer_gpus
+from llmrl.train.planning.fitting import engine_share
+from llmrl.train.planning.memory import can_spread, longest_row, trainer_gpus
 from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings.grpo import GRPOConfig
 

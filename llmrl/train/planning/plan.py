@@ -25,7 +25,8 @@ from llmrl.train.models.lora import lora_rows
 from llmrl.train.models.shape import ModelShape, model_shape
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.planning.engines import EnginePlan, plan_engine, replays_routes
-from llmrl.train.planning.memory import longest_row, memory_rows, trainer_gpus
+from llmrl.train.planning.fitting import memory_rows
+from llmrl.train.planning.memory import longest_row, trainer_gpus
 from llmrl.train.settings.algorithms import PPOConfig
 from llmrl.train.settings.grpo import GRPOConfig
 from llmrl.train.settings.machine import OptimSettings
