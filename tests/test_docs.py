@@ -18,7 +18,8 @@ import yaml
 from llmrl.commands import cli
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
-from llmrl.objectives.llm.settings import PRESETS, Aggregation, Correction, KLEstimator, Scale, Surrogate
+from llmrl.objectives.llm.presets import PRESETS
+from llmrl.objectives.llm.settings import Aggregation, Correction, KLEstimator, Scale, Surrogate
 from llmrl.package_envs import is_there
 from llmrl.run.config import recipe_names
 from llmrl.train.settings import GRPOConfig

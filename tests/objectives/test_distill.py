@@ -18,8 +18,8 @@ from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm import DistillLoss, DistillSettings, GRPOLoss, GRPOSettings, count_step
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.settings import TeacherSettings
 from llmrl.objectives.llm.teacher import Demonstrations, Distillation, HiddenTeacher, TeacherTerm, TopTeacher
+from llmrl.objectives.llm.teacher_settings import TeacherSettings
 from llmrl.testing import tiny_tokenizer
 from tests.support.losses import conversation, run_step, tiny_scorer
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmrl.testing
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.errors import DataError
-from llmrl.objectives.llm.settings import PRESETS
+from llmrl.objectives.llm.presets import PRESETS
 from llmrl.report.curves import charts
 from llmrl.report.run_files import read_run
 from llmrl.run.metrics import check_metric_name, read_metrics

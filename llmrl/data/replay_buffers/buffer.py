@@ -28,8 +28,7 @@ from llmrl.data.replay_buffers.grid_index import (
 )
 from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
-from llmrl.data.replay_buffers.samplers.base import PortableGenerator
-from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
+from llmrl.data.replay_buffers.samplers.base import SLICE_END, PortableGenerator
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry

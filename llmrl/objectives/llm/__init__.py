@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
     from llmrl.objectives.llm.kto import KTOLoss, KTOLossOutput
     from llmrl.objectives.llm.ppo import ValueLoss, ValueLossOutput, gae
+    from llmrl.objectives.llm.presets import PRESETS, Preset
     from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
-    from llmrl.objectives.llm.settings import DEFAULTS, PRESETS, DistillSettings, GRPOSettings, Preset
+    from llmrl.objectives.llm.settings import DEFAULTS, GRPOSettings
     from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
+    from llmrl.objectives.llm.teacher_settings import DistillSettings
 else:
     __getattr__, __dir__ = on_demand(__name__)
 

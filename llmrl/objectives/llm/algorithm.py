@@ -22,8 +22,10 @@ from llmrl.objectives.llm.advantage import MCAdvantage
 from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.objectives.llm.grpo import GRPOLoss
-from llmrl.objectives.llm.settings import DivergenceSettings, GRPOSettings
-from llmrl.objectives.llm.teacher import Demonstrations, TeacherTerm, make_term
+from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.objectives.llm.teacher import Demonstrations, TeacherTerm
+from llmrl.objectives.llm.teacher_models import make_term
+from llmrl.objectives.llm.teacher_settings import DivergenceSettings
 from llmrl.objectives.metric import Metric
 from llmrl.settings import Settings
 

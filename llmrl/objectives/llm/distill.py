@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.grpo import GRPOLoss
-from llmrl.objectives.llm.settings import DistillSettings, GRPOSettings
+from llmrl.objectives.llm.settings import GRPOSettings
 from llmrl.objectives.llm.teacher import DIVERGENCE, TeacherTerm
+from llmrl.objectives.llm.teacher_settings import DistillSettings
 
 
 class DistillLoss(GRPOLoss):

@@ -1,7 +1,8 @@
 """GRPO and its relatives: one loss over sampled tokens, with the ratio, surrogate, aggregation and KL as settings.
 
-`GRPOLoss.forward` follows the algorithm from top to bottom. The formulas are in `functional`, the checked settings and
-published algorithms in `settings`, reading and padding in `batch`. `MCAdvantage` has written the advantages beforehand.
+`GRPOLoss.forward` follows the algorithm from top to bottom. The formulas are in `functional`, the checked settings in
+`settings`, published algorithms in `presets`, reading and padding in `batch`. `MCAdvantage` has written the advantages
+beforehand.
 
 Shapes: B sequences, T tokens. lp is the log-prob under the current weights, lg under the engine that sampled.
 """

@@ -1,18 +1,17 @@
-"""The settings of GRPO and its relatives, checked together and described in words, and published algorithms by name.
+"""The settings of GRPO and its relatives, checked together and described in words.
 
 One class is a recipe's ``grpo:`` section, what `GRPOLoss` takes, and what a plan prints. Loads no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from llmrl.errors import ConfigError, did_you_mean
+from llmrl.objectives.llm.teacher_settings import NamedTeacher
 from llmrl.settings import Settings
 
 Aggregation = Literal["token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum"]
@@ -51,17 +50,6 @@ _CORRECTION_WORDS = {
     "seq-mask": "rho > {cap:g} dropped (sequence product)",
     "geo-mask": "sequences with mean rho outside [{low:g}, {high:g}] dropped, rho <= {cap:g} (token)",
 }
-_ADVANTAGE_WORDS = {
-    "group": "(R - mean_group) / (std_group + eps), 0 if all equal",
-    "batch": "(R - mean_group) / (std_batch + eps)",
-    "none": "R - mean_group",
-    "loo": "R - mean of the group's others",
-    "loo_std": "(R - mean of the group's others) / (std of the others + eps)",
-    "population": "(R - mean_group) / (population std_group + eps), 0 if all equal",
-    "clamp": "(R - mean_group) / max(std_group, eps)",
-    "max_rl": "(R - mean_group) / mean_group",
-    "raw": "R",
-}
 
 
 def _both_sides(clip: Any) -> Any:
@@ -74,167 +62,6 @@ def _both_sides(clip: Any) -> Any:
 
 def _own_name(aggregation: Any) -> Any:
     return _DOCUMENTED_AGGREGATIONS.get(aggregation, aggregation) if isinstance(aggregation, str) else aggregation
-
-
-def _by_name(teacher: Any) -> Any:
-    return {"model": teacher} if isinstance(teacher, str) else teacher
-
-
-class DivergenceSettings(Settings):
-    """How far the student is from a teacher: what ``grpo.teacher`` and ``distill`` have in common.
-
-    ``source``  what is set as the teacher, whatever the setting's name
-    """
-
-    TEACHER: ClassVar[str]  # the setting that names the teacher
-
-    divergence: Literal["reverse", "forward", "jsd"] = Field(
-        default="reverse",
-        description="reverse: KL(student || teacher); forward: KL(teacher || student); jsd: between the two",
-    )
-    beta: float | None = Field(
-        default=None, gt=0, lt=1, description="with jsd, the weight of the teacher in the mixture; null: 0.5"
-    )
-    estimator: Literal["full", "topk", "sample"] = Field(
-        default="full",
-        description="full: over the whole vocabulary; topk: over the teacher's k likeliest tokens and all others "
-        "together; sample: from the sampled token alone",
-    )
-    k: int | None = Field(
-        default=None, ge=1, description="with topk, how many; null: 64; a server gives at most its --max-logprobs"
-    )
-    temperature: float | None = Field(
-        default=None, gt=0, description="of both distributions; null: that of sampling, which sample needs"
-    )
-    demonstration: str | None = Field(
-        default=None, description="a column with a good answer to the row's prompt, which the teacher alone reads"
-    )
-    demonstration_text: str = Field(
-        default="\n\nThis is an example of a good answer:\n{demonstration}\n\nNow give an answer of your own.",
-        description="what follows the last user message in the teacher's prompt; {demonstration} stands for the column",
-    )
-
-    @property
-    def coefficient(self) -> float:
-        """The weight of the divergence in the loss."""
-        return 1.0
-
-    @property
-    def source(self) -> str:
-        return getattr(self, self.TEACHER)
-
-    def at(self, source: str) -> Self:
-        """These settings with another teacher."""
-        return self.model_copy(update={self.TEACHER: source})
-
-    @property
-    def mixture(self) -> float:
-        """The beta of `functional.divergence`."""
-        return {"reverse": 1.0, "forward": 0.0}.get(self.divergence, 0.5 if self.beta is None else self.beta)
-
-    @property
-    def num_likeliest(self) -> int:
-        return 64 if self.k is None else self.k
-
-    @property
-    def is_server(self) -> bool:
-        return self.source.startswith(("http://", "https://"))
-
-    @property
-    def is_base(self) -> bool:
-        """The teacher is the student without its adapters."""
-        return self.source == "base"
-
-    @property
-    def is_self(self) -> bool:
-        """The teacher is the student as it is, with a demonstration in its prompt."""
-        return self.source == "self"
-
-    @property
-    def is_loaded(self) -> bool:
-        """The teacher is a model of its own beside the student."""
-        return not (self.is_server or self.is_base or self.is_self)
-
-    def in_words(self) -> str:
-        kinds = {"reverse": "KL(student, teacher)", "forward": "KL(teacher, student)"}
-        value = kinds.get(self.divergence, f"Jensen-Shannon, beta {self.mixture:g}")
-        places = {
-            "full": "the whole vocabulary",
-            "topk": f"its {self.num_likeliest} likeliest tokens and all others together",
-        }
-        over = places.get(self.estimator, "the sampled token")
-        heat = "that of sampling" if self.temperature is None else f"{self.temperature:g}"
-        reads = "" if self.demonstration is None else f", which reads {self.demonstration} in its prompt"
-        return f"{value} over {over} · temperature of both: {heat} · teacher {self.source}{reads}"
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        fields = type(self).model_fields
-        for holds, problem in (
-            (self.beta is None or self.divergence == "jsd", f"beta is for divergence jsd: got {self.divergence}"),
-            (
-                self.estimator != "sample" or self.divergence == "reverse",
-                f"estimator sample estimates divergence reverse: got {self.divergence}; use topk",
-            ),
-            (
-                self.k is None or self.estimator == "topk",
-                f"k is for estimator topk: got {self.estimator}",
-            ),
-            (
-                not self.is_server or self.estimator != "full",
-                "estimator full needs the teacher's logits, which a server does not give: use topk or sample",
-            ),
-            (
-                not self.is_self or self.demonstration is not None,
-                f"{self.TEACHER} self is the student as it is, which teaches nothing without a demonstration: set "
-                "demonstration to its column, or name another model (./self for a folder of this name)",
-            ),
-            (
-                not self.is_server or self.demonstration is None,
-                f"demonstration is for a teacher beside the student: got {self.source}",
-            ),
-            (
-                "{demonstration}" in self.demonstration_text,
-                f"demonstration_text must have {{demonstration}} in it: got {self.demonstration_text!r}",
-            ),
-            (
-                self.demonstration is not None or self.demonstration_text == fields["demonstration_text"].default,
-                "demonstration_text needs demonstration, a column of the data; it has no effect",
-            ),
-        ):
-            if not holds:
-                raise ValueError(problem)
-        return self
-
-
-_TEACHER = (
-    "a folder, hub name or run, beside the student; base: the student without its adapters; self: the student, with "
-    "demonstration; or a vLLM server's http://host:port"
-)
-
-
-class DistillSettings(DivergenceSettings):
-    """The teacher, and how far the student is from it: a recipe's ``distill:`` section."""
-
-    TEACHER: ClassVar[str] = "teacher"
-
-    teacher: str = Field(default="", description=_TEACHER)
-    weight_reward: float = Field(
-        default=0.0, ge=0, description="weight of GRPO's own loss, by reward, beside the divergence; 0: none is needed"
-    )
-
-
-class TeacherSettings(DivergenceSettings):
-    """A teacher beside the reward: the section ``teacher`` of ``grpo``, or the teacher's name alone."""
-
-    TEACHER: ClassVar[str] = "model"
-
-    model: str = Field(min_length=1, description=_TEACHER)
-    weight: float = Field(default=1.0, gt=0, description="of the divergence, beside the loss by reward")
-
-    @property
-    def coefficient(self) -> float:
-        return self.weight
 
 
 class GRPOSettings(Settings):
@@ -317,7 +144,7 @@ class GRPOSettings(Settings):
         description="tokens whose policy moved further from the engine, (lp - lg)^2 / 2, are left out",
     )
     masking_strategy: MaskingStrategy | None = Field(default=None, description="which tokens are trained, see GRPOLoss")
-    teacher: Annotated[TeacherSettings | None, BeforeValidator(_by_name)] = Field(
+    teacher: NamedTeacher = Field(
         default=None, description="a model whose divergence from the policy joins the loss: its name, or a section"
     )
 
@@ -489,108 +316,6 @@ DEFAULTS = GRPOSettings(
     entropy=0.0,
     entropy_bonus=True,
     masking_strategy="sft",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """One published algorithm: keyword arguments of `MCAdvantage`, settings of `GRPOLoss`, and the source.
-
-    >>> for choice, words in PRESETS["dapo"].describe().items():
-    ...     print(f"{choice:12}{words}")
-    advantage   (R - mean_group) / (std_group + eps), 0 if all equal; groups with equal rewards are dropped
-    ratio       token, clip [0.8, 1.28]; engine correction: rho <= 2 (token)
-    aggregation sum over tokens / tokens of the step
-    kl          0
-    """
-
-    name: str
-    source: str
-    advantage: Mapping[str, Any]
-    settings: GRPOSettings
-
-    @property
-    def loss(self) -> dict[str, Any]:
-        """Keyword arguments of `GRPOLoss` that differ from its defaults."""
-        return self.settings.keywords()
-
-    def describe(
-        self, advantage: Mapping[str, Any] | None = None, settings: GRPOSettings | None = None
-    ) -> dict[str, str]:
-        """The four choices in words, with the given arguments and settings in place of the preset's."""
-        chosen = {**self.advantage, **(advantage or {})}
-        words = _ADVANTAGE_WORDS[chosen.get("scale", "group")]
-        if chosen.get("reward_weights"):
-            words = f"of each reward alone {words}; their weighted sum, minus its mean, / its std over the step (GDPO)"
-        if chosen.get("whiten"):
-            words += ", whitened over the tokens of the batch"
-        if chosen.get("on_zero_variance") == "drop":
-            words += "; groups with equal rewards are dropped"
-        return {"advantage": words, **(settings or GRPOSettings()).over(self.settings).complete().describe()}
-
-
-# name: source, keyword arguments of `MCAdvantage`, settings of `GRPOLoss` besides the shared ones
-_PRESETS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
-    "grpo": (
-        "DeepSeekMath, arXiv:2402.03300, with DAPO's token mean and clip, and without its KL term",
-        {"scale": "group"},
-        {"clip": (0.2, 0.28)},
-    ),
-    "dr_grpo": (
-        "Dr. GRPO, arXiv:2503.20783; max_length has to be given",
-        {"scale": "none"},
-        {"aggregation": "dr_grpo"},
-    ),
-    "dapo": ("DAPO, arXiv:2503.14476", {"scale": "group", "on_zero_variance": "drop"}, {"clip": (0.2, 0.28)}),
-    "gspo": (
-        "GSPO, arXiv:2507.18071",
-        {"scale": "group"},
-        {"clip": (3e-4, 4e-4), "ratio_level": "sequence", "aggregation": "seq-mean"},
-    ),
-    "cispo": (
-        "MiniMax-M1, arXiv:2506.13585, with the upper bound of ScaleRL, arXiv:2510.13786",
-        {"scale": "group"},
-        {"clip": (1.0, 4.0), "surrogate": "cispo"},
-    ),
-    "rloo": (
-        "Ahmadian et al. 2024, arXiv:2402.14740, without its KL in the reward",
-        {"scale": "loo"},
-        {"surrogate": "reinforce"},
-    ),
-    "reinforce": (
-        "Williams 1992, with the mean reward of the group as baseline",
-        {"scale": "none"},
-        {"surrogate": "reinforce"},
-    ),
-    "reinforce++": (
-        "REINFORCE++, arXiv:2501.03262, with its KL term left to the loss",
-        {"scale": "raw", "whiten": True},
-        {},
-    ),
-    "reinforce++-baseline": (
-        "REINFORCE++-baseline, arXiv:2501.03262, with its KL term left to the loss",
-        {"scale": "none", "whiten": True},
-        {},
-    ),
-    "sapo": ("SAPO, arXiv:2511.20347", {"scale": "group"}, {"surrogate": "sapo", "aggregation": "seq-mean"}),
-    "max_rl": (
-        "MaxRL, arXiv:2602.02710; rewards must not be negative",
-        {"scale": "max_rl"},
-        {"clip": (0.2, 0.28)},
-    ),
-    "dppo": (
-        "DPPO in its binary total-variation form, arXiv:2602.04879, with prime-rl's weight on (log r)^2",
-        {"scale": "none"},
-        {"surrogate": "dppo", "proximal": "behaviour", "kl_inference": 2e-3, "kl_estimator": "k2"},
-    ),
-}
-# With one update per batch of rollouts the current policy is the proximal one; "detach" saves a forward pass.
-_SHARED = {"proximal": "detach"}
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        name: Preset(name, source, MappingProxyType(advantage), GRPOSettings(**{**_SHARED, **settings}))
-        for name, (source, advantage, settings) in _PRESETS.items()
-    }
 )
 
 

@@ -17,7 +17,6 @@ from llmrl.train.planning.memory import (
     MemoryPlan,
     can_spread,
     engine_memory,
-    fits,
     plan_on,
     reserve,
     row_bound,
@@ -151,7 +150,7 @@ def _remedies_here(
         refused |= (mode, optimizer) == ("fsdp2", "adamw_8bit") and changed.lora is None
         needs_split = changed.tokens_per_microbatch <= longest
         refused |= "parallel.context" in changes and not needs_split
-        return not refused and fits(plan_on(changed, shape, gpu, lengths), gpu)
+        return not refused and plan_on(changed, shape, gpu, lengths).fits(gpu)
 
     # The search tries hundreds of combinations, so first check that all savings together suffice. The two strongest
     # exclude each other: parameters in host memory need plain AdamW, which then computes there.
@@ -208,7 +207,7 @@ def memory_rows(
     if gpu or count > 1:
         config.parallel.check_count(count)
     plan = plan_on(config, shape, gpu, lengths, count)
-    if gpu and not fits(plan, gpu):
+    if gpu and not plan.fits(gpu):
         raise ConfigError(_does_not_fit(config, shape, plan, gpu, lengths))
     memory = host_memory() / count
     place = f"CPU, {_gib(memory)} GiB of RAM" + " for each process" * (count > 1)

@@ -68,6 +68,9 @@ class MemoryPlan:
         trained, sampled = sum(self.training.values()), sum(self.sampling.values())
         return self.reserve + (max(trained, self.resident + sampled) if self.sleeps else trained + sampled)
 
+    def fits(self, gpu: GPU) -> bool:
+        return self.peak <= gpu.bytes and self.host <= _HOST_SHARE * gpu.host_bytes
+
 
 def plan_memory(
     config: ModelSource,
@@ -334,7 +337,3 @@ def can_spread(heads: tuple[int, int], parts: int) -> bool:
     """True if vLLM can spread an engine over ``parts`` GPUs: it repeats key/value heads that are fewer."""
     queries, keys = heads
     return not queries % parts and (not keys % parts or not parts % keys)
-
-
-def fits(plan: MemoryPlan, gpu: GPU) -> bool:
-    return plan.peak <= gpu.bytes and plan.host <= _HOST_SHARE * gpu.host_bytes

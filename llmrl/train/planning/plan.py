@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.algorithm import Algorithm
-from llmrl.objectives.llm.settings import PRESETS
+from llmrl.objectives.llm.presets import PRESETS
 from llmrl.run.console.numbers import counted
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
 from llmrl.train.critic import check_critic

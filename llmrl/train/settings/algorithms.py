@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from llmrl.objectives.llm.settings import DistillSettings, RejectionSettings
+from llmrl.objectives.llm.settings import RejectionSettings
+from llmrl.objectives.llm.teacher_settings import DistillSettings
 from llmrl.settings import Settings
 from llmrl.train.settings.environment import EnvSettings, SourceSettings
 from llmrl.train.settings.grpo import GRPOConfig

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from llmrl.errors import ConfigError
-from llmrl.objectives.llm.settings import PRESETS, DivergenceSettings, GRPOSettings
+from llmrl.objectives.llm.presets import PRESETS
+from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.objectives.llm.teacher_settings import DivergenceSettings
 from llmrl.settings import Settings
 from llmrl.train.settings.curriculum import CurriculumSettings
 from llmrl.train.settings.environment import EnvSettings, EvalSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS
-from llmrl.objectives.llm.settings import PRESETS
+from llmrl.objectives.llm.presets import PRESETS
 from llmrl.train.settings.environment import SHARED_BY_SOURCES
 from llmrl.train.settings.types import EMBEDDED
 

@@ -18,7 +18,8 @@ from llmrl.modules.llm import ChatHistory, vLLMWrapper
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.objectives.llm import DistillLoss, DistillSettings
-from llmrl.objectives.llm.teacher import SAMPLED, TOP_IDS, TOP_LOG_PROBS, ServedTeacher, write_columns
+from llmrl.objectives.llm.teacher import SAMPLED, TOP_IDS, TOP_LOG_PROBS
+from llmrl.objectives.llm.teacher_models import ServedTeacher, write_columns
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish
 from tests.support.losses import conversation

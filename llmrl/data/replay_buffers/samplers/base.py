@@ -18,6 +18,8 @@ from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import DataError
 
+SLICE_END = "slice_end"  # the entry of batches of slices: True on the last row of each
+
 
 class PortableGenerator:
     """A random generator that is pickled as bytes.

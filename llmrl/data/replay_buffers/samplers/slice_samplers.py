@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import Sampler
+from llmrl.data.replay_buffers.samplers.base import SLICE_END, Sampler
 from llmrl.data.replay_buffers.samplers.epochs import EpochSampler
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slices import (
@@ -32,7 +32,6 @@ from llmrl.data.replay_buffers.storages.base import Key, Storage
 from llmrl.data.replay_buffers.trajectory_index import TrajectoryIndex
 from llmrl.data.replay_buffers.utils import near_names
 
-SLICE_END = "slice_end"
 _MOST_DRAWS = 1 << 16
 
 Span = bool | int | Sequence[bool | int]

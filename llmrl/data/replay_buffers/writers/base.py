@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from llmrl.data.ragged.stack import with_entry
 from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.grid_index import coordinates
 from llmrl.data.replay_buffers.members import Members, refused
-from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble
+from llmrl.data.replay_buffers.storages import Storage
+
+if TYPE_CHECKING:
+    from llmrl.data.replay_buffers.storages import StorageEnsemble
 
 
 class Writer(StateFile, ABC):
