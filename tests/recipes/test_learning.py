@@ -16,10 +16,10 @@ def measures(run, env, what="mean"):
 
 
 def teach_and_improve(folder, recipe, env):
-    """Accuracy before and after examples, and before and after reward, on 200 problems."""
+    """Accuracy before and after examples, and before and after reward."""
     for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}",))):
-        measured = ("eval.rows=200", "eval.every=0")  # before the first step and after the last
-        arguments = [command, f"{recipe}_{command}", *own, *measured, "--runs", str(folder), "--name", name]
+        own = ("eval.every=0", *own)  # before the first step and after the last
+        arguments = [command, f"{recipe}_{command}", *own, "--runs", str(folder), "--name", name]
         command_line = [sys.executable, "-m", "llmrl.commands.cli", *arguments]
         subprocess.run(command_line, check=True, capture_output=True, timeout=3000)
     taught, improved = measures(folder / "taught", env), measures(folder / "improved", env)
