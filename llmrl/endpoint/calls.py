@@ -35,12 +35,11 @@ def identity(message: Message) -> Key:
 
     Left out are reasoning, which clients drop or send back as they like, and ids of calls; null equals the empty text.
     """
+    role, content = message["role"], message.get("content") or ""
+    if len(message) == 2 and "content" in message:  # as nearly all: a long conversation has many
+        return role, content
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return (
-        message["role"],
-        message.get("content") or "",
-        tuple((call.get("name"), _arguments(call.get("arguments"))) for call in calls),
-    )
+    return role, content, *((call.get("name"), _arguments(call.get("arguments"))) for call in calls)
 
 
 def _arguments(value: Any) -> str:

@@ -11,10 +11,14 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json, to_json
+from torch import Tensor
 
+from llmrl.endpoint.streams import Piece
 from llmrl.envs.llm.tool_calls import CallFormat
 from llmrl.envs.llm.tool_calls.base import structured_call
 from llmrl.errors import ConfigError, did_you_mean
@@ -24,7 +28,7 @@ from llmrl.modules.llm.engines.base import SamplingParams
 # Accepted without effect: they are about OpenAI's service, or ask for what a model without such a setting cannot do.
 _WITHOUT_EFFECT = ("store", "metadata", "reasoning_effort", "verbosity", "prompt_cache_key", "prompt_cache_retention")
 _WITHOUT_EFFECT += ("prompt_cache_options", "service_tier", "user", "safety_identifier", "cache_salt", "session_id")
-_ROLES = {"developer": "system"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _READ = {name: name for name in ("name", "tool_call_id", "tool_calls", "reasoning_content")}
 _READ["reasoning"] = "reasoning_content"
 
@@ -56,7 +60,7 @@ def read_request(kind: type[Body], body: bytes, without_effect: Collection[str])
     Raises  BadRequestError that names the field
     """
     try:
-        fields = json.loads(body)
+        fields = from_json(body)
     except ValueError as error:
         raise BadRequestError(f"the body must be JSON: {error}.") from None
     if not isinstance(fields, dict):
@@ -113,6 +117,9 @@ class ChatRequest(BaseModel):
     def answer(self, completion: Completion) -> Completion:
         return completion
 
+    def events(self, head: Head, tokenizer: Any) -> ChatEvents:
+        return ChatEvents(self, head, tokenizer)
+
     @staticmethod
     def failure(body: dict[str, Any]) -> dict[str, Any]:
         """The error object that a client reads."""
@@ -152,6 +159,11 @@ class ChatRequest(BaseModel):
         """The tools that the model may call."""
         return self.tools if self.tool_choice != "none" else None
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer and are not part of its text."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
     def params(self, given: SamplingParams, *, fixed: bool) -> tuple[SamplingParams, list[str]]:
         """The sampling parameters, and the names of the request's that were overridden: ``fixed`` allows none that
         changes the distribution, because training needs rows of one policy.
@@ -162,9 +174,8 @@ class ChatRequest(BaseModel):
         changes: dict[str, Any] = {} if fixed else asked
         if limit is not None:
             changes["max_new_tokens"] = min(limit, given.max_new_tokens)
-        if self.stop:
-            stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-            changes["stop_strings"] = (*given.stop_strings, *stops)
+        if self.stops:
+            changes["stop_strings"] = (*given.stop_strings, *self.stops)
         try:
             return replace(given, **changes), list(asked) if fixed else []
         except ConfigError as error:
@@ -172,11 +183,13 @@ class ChatRequest(BaseModel):
 
 
 def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        roles = "system, developer, user, assistant or tool"
-        raise BadRequestError(f"messages[{number}].role: must be {roles}: got {role!r}.", field="messages")
-    found = {"role": _ROLES.get(role, role), "content": text_of(message.get("content"), number)}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in _ROLES:
+        roles = ", ".join(_ROLES)
+        raise BadRequestError(f"messages[{number}].role: must be one of {roles}: got {role!r}.", field="messages")
+    found = {"role": _ROLES[role], "content": content if type(content) is str else text_of(content, number)}
+    if len(message) == 2:
+        return found
     for name, value in message.items():
         if not value or name in found:  # null and empty say nothing
             continue
@@ -214,7 +227,7 @@ def answer_message(turn: SampledTurn, form: CallFormat, prefix: str) -> dict[str
         for start, end in reversed(sorted({call.span for call in parsed})):
             content = content[:start] + content[end:]
     if calls:
-        message["content"] = content.strip() or None
+        message["content"] = content.rstrip() or None
         message["tool_calls"] = [
             {
                 "id": call.get("id") or f"call_{prefix}_{number}",
@@ -228,64 +241,55 @@ def answer_message(turn: SampledTurn, form: CallFormat, prefix: str) -> dict[str
     return message
 
 
-def _data(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value)}"
+def without_stop(message: dict[str, Any], stops: Sequence[str]) -> None:
+    """Ends the message's content before the first of these strings."""
+    content = message.get("content") or ""
+    places = [place for stop in stops if (place := content.find(stop)) >= 0]
+    if places:
+        message["content"] = content[: min(places)]
 
 
 def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
+class Head(NamedTuple):
+    """What an answer has from its beginning on."""
+
+    id: str
+    created: int
+
+    @classmethod
+    def new(cls) -> Head:
+        return cls(uuid.uuid4().hex, int(time.time()))
+
+
 @dataclass
 class Completion:
-    """The answers to one request, with their messages, as the client gets them."""
+    """The answers to one request, with their messages, as the client gets them; ``rest``: what its stream lacks."""
 
     request: ChatRequest
+    head: Head
     turns: Sequence[SampledTurn]
     messages: Sequence[Mapping[str, Any]]
+    rest: Sequence[Piece]
     tokenizer: Any
-
-    def __post_init__(self) -> None:
-        self.id = uuid.uuid4().hex
-        self._head = {"id": f"chatcmpl-{self.id}", "created": int(time.time()), "model": self.request.model}
 
     def body(self) -> dict[str, Any]:
         """The JSON object of an answer that is not streamed."""
+        request = self.request
         choices = [
             {
                 "index": number,
                 "message": message,
                 "finish_reason": self.finish(turn, message),
-                "logprobs": self._log_probs(turn),
-                **({"token_ids": turn.ids.tolist()} if self.request.return_token_ids else {}),
+                "logprobs": _log_probs(request, self.tokenizer, turn.ids.tolist(), turn.log_probs.tolist()),
+                **({"token_ids": turn.ids.tolist()} if request.return_token_ids else {}),
             }
             for number, (turn, message) in enumerate(zip(self.turns, self.messages, strict=True))
         ]
-        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self.usage()}
-        return body | self._prompt()
-
-    def events(self) -> Iterator[str]:
-        """The server-sent events: each answer's role, text with its ids, calls, end; then the usage."""
-        for number, (turn, message) in enumerate(zip(self.turns, self.messages, strict=True)):
-            begin = self._chunk(number, {"role": "assistant", "content": ""}) | (self._prompt() if not number else {})
-            yield _data(begin)
-            texts = {name: message[name] for name in ("reasoning_content", "content") if message.get(name)}
-            # All ids come here: a client that puts them together must also get those of calls.
-            ids = {"token_ids": turn.ids.tolist()} if self.request.return_token_ids else {}
-            yield _data(self._chunk(number, texts, logprobs=self._log_probs(turn), **ids))
-            for place, call in enumerate(message.get("tool_calls") or ()):
-                yield _data(self._chunk(number, {"tool_calls": [{"index": place, **call}]}))
-            yield _data(self._chunk(number, {}, finish_reason=self.finish(turn, message)))
-        if self.request.stream_options is not None and self.request.stream_options.include_usage:
-            yield _data({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage()})
-        yield "data: [DONE]"
-
-    def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        choice = {"index": number, "delta": delta, "finish_reason": None, **more}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-
-    def _prompt(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.turns[0].prompt_ids.tolist()} if self.request.return_token_ids else {}
+        body = {**_head(request, self.head, "chat.completion"), "choices": choices, "usage": self.usage()}
+        return body | _prompt(request, self.turns[0].prompt_ids)
 
     def finish(self, turn: SampledTurn, message: Mapping[str, Any]) -> Literal["stop", "length", "tool_calls"]:
         if message.get("tool_calls"):
@@ -296,12 +300,63 @@ class Completion:
         prompt, sampled = len(self.turns[0].prompt_ids), sum(len(turn.ids) for turn in self.turns)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    def _log_probs(self, turn: SampledTurn) -> dict[str, Any] | None:
-        if not self.request.logprobs:
-            return None
-        entries = []
-        for token, value in zip(turn.ids.tolist(), turn.log_probs.tolist(), strict=True):
-            text = self.tokenizer.decode([token])
-            shown = f"token_id:{token}" if self.request.return_tokens_as_token_ids else text
-            entries.append({"token": shown, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []})
-        return {"content": entries, "refusal": None}
+
+@dataclass
+class ChatEvents:
+    """Server-sent events: each answer's role, its text with its ids, calls, end; then the usage."""
+
+    request: ChatRequest
+    head: Head
+    tokenizer: Any
+
+    def begin(self, prompt_ids: Tensor) -> Iterator[str]:
+        for number in range(self.request.n or 1):
+            prompt = {} if number else _prompt(self.request, prompt_ids)
+            yield self._chunk(number, {"role": "assistant", "content": ""}, **prompt)
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        # All ids come here: a client that puts them together must also get those of calls.
+        values = {"token_ids": piece.ids} if self.request.return_token_ids else {}
+        log_probs = _log_probs(self.request, self.tokenizer, piece.ids, piece.log_probs)
+        if piece.texts or (piece.ids and (values or log_probs)):
+            yield self._chunk(piece.row, piece.texts, choice={"logprobs": log_probs, **values})
+
+    def end(self, completion: Completion) -> Iterator[str]:
+        for piece, turn, message in zip(completion.rest, completion.turns, completion.messages, strict=True):
+            yield from self.piece(piece)
+            for place, call in enumerate(message.get("tool_calls") or ()):
+                yield self._chunk(piece.row, {"tool_calls": [{"index": place, **call}]})
+            yield self._chunk(piece.row, {}, choice={"finish_reason": completion.finish(turn, message)})
+        if self.request.stream_options is not None and self.request.stream_options.include_usage:
+            yield self._data({"choices": [], "usage": completion.usage()})
+        yield "data: [DONE]"
+
+    def _chunk(
+        self, number: int, delta: Mapping[str, Any], choice: Mapping[str, Any] = MappingProxyType({}), **more: Any
+    ) -> str:
+        whole = {"index": number, "delta": delta, "finish_reason": None, **choice}
+        return self._data({"choices": [whole], **more})
+
+    def _data(self, fields: Mapping[str, Any]) -> str:
+        return f"data: {to_json({**_head(self.request, self.head, 'chat.completion.chunk'), **fields}).decode()}"
+
+
+def _head(request: ChatRequest, head: Head, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{head.id}", "created": head.created, "model": request.model, "object": kind}
+
+
+def _prompt(request: ChatRequest, ids: Tensor) -> dict[str, Any]:
+    return {"prompt_token_ids": ids.tolist()} if request.return_token_ids else {}
+
+
+def _log_probs(
+    request: ChatRequest, tokenizer: Any, ids: Sequence[int], values: Sequence[float]
+) -> dict[str, Any] | None:
+    if not request.logprobs:
+        return None
+    entries = []
+    for token, value in zip(ids, values, strict=True):
+        text = tokenizer.decode([token])
+        shown = f"token_id:{token}" if request.return_tokens_as_token_ids else text
+        entries.append({"token": shown, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": entries, "refusal": None}

@@ -96,7 +96,7 @@ class GenerateRequest(BaseModel):
 
 @dataclass
 class Generated:
-    """The answer to one request; it has no events, because `GenerateRequest.read` refuses a stream."""
+    """The answer to one request; `GenerateRequest.read` refuses a stream."""
 
     request: GenerateRequest
     completion: Completion
@@ -114,5 +114,5 @@ class Generated:
                 {"index": number, "token_ids": ids, "finish_reason": ended, "logprobs": {"content": entries}}
             )
         prompt = self.request.token_ids if self.request.return_token_ids else None
-        body = {"request_id": f"gen-{self.completion.id}", "choices": choices, "prompt_token_ids": prompt}
+        body = {"request_id": f"gen-{self.completion.head.id}", "choices": choices, "prompt_token_ids": prompt}
         return {**body, "usage": self.completion.usage()}

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
+from torch import Tensor
 
-from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, read_request, text_of
+from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, read_request, text_of
+from llmrl.endpoint.streams import Piece
 from llmrl.modules.llm.engines.base import StopReason
 
 # Accepted without effect: they are about Anthropic's service, or ask for what a model without such a setting cannot do.
@@ -79,6 +82,9 @@ class MessagesRequest(BaseModel):
     def answer(self, completion: Completion) -> Message:
         return Message(self, completion)
 
+    def events(self, head: Head, tokenizer: Any) -> MessageEvents:
+        return MessageEvents(self, head)
+
     @staticmethod
     def failure(body: dict[str, Any]) -> dict[str, Any]:
         error = body["error"]
@@ -115,19 +121,13 @@ class Message:
         usage, asked = self.completion.usage(), self.request
         finish = self.completion.finish(turn, message)
         reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[finish]
+        stop = None
         if reason == "end_turn" and turn.stop_reason is StopReason.STOP_STRING:
-            reason = "stop_sequence"
-        only = asked.stop_sequences[0] if reason == "stop_sequence" and len(asked.stop_sequences or ()) == 1 else None
-        return {
-            "id": f"msg_{self.completion.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": asked.model,
-            "content": list(self._blocks(message)),
-            "stop_reason": reason,
-            "stop_sequence": only,
-            "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
-        }
+            said = turn.message.get("content") or ""  # the answer with the string that ended it
+            stop = next((given for given in asked.stop_sequences or () if given in said), None)
+            reason = reason if stop is None else "stop_sequence"
+        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        return _body(asked, self.completion.head, list(self._blocks(message)), reason, stop, counts)
 
     def _blocks(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if thought := message.get("reasoning_content"):
@@ -138,25 +138,57 @@ class Message:
             named = {"id": call["id"], "name": call["function"]["name"]}
             yield {"type": "tool_use", **named, "input": json.loads(call["function"]["arguments"] or "{}")}
 
-    def events(self) -> Iterator[str]:
-        """The server-sent events."""
-        for kind, fields in self._events():
-            yield f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}"
 
-    def _events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        body = self.body()
-        usage = {**body["usage"], "output_tokens": 0}
-        nothing = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield "message_start", {"message": {**body, **nothing}}
+class MessageEvents:
+    """Server-sent events."""
+
+    def __init__(self, request: MessagesRequest, head: Head) -> None:
+        self._request, self._head = request, head
+        self._sent = ""  # of the text
+
+    def begin(self, prompt_ids: Tensor) -> Iterator[str]:
+        usage = {"input_tokens": len(prompt_ids), "output_tokens": 0}
+        yield _event("message_start", message=_body(self._request, self._head, [], None, None, usage))
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        if not (text := piece.texts.get("content")):
+            return
+        if not self._sent:
+            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        self._sent += text
+        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    def end(self, completion: Completion) -> Iterator[str]:
+        body = Message(self._request, completion).body()
         for place, block in enumerate(body["content"]):
-            if block["type"] == "tool_use":
-                empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            else:
-                field = block["type"]  # "text" or "thinking", as the field is named too
-                empty, delta = {field: ""}, {"type": f"{field}_delta", field: block[field]}
-            yield "content_block_start", {"index": place, "content_block": {**block, **empty}}
-            yield "content_block_delta", {"index": place, "delta": delta}
-            yield "content_block_stop", {"index": place}
+            kind = block["type"]
+            if kind == "tool_use":
+                yield _event("content_block_start", index=place, content_block={**block, "input": {}})
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                yield _event("content_block_delta", index=place, delta=delta)
+            else:  # "text" or "thinking", as the field is named too
+                sent = self._sent if kind == "text" else ""
+                if not sent:
+                    yield _event("content_block_start", index=place, content_block={**block, kind: ""})
+                if rest := block[kind][len(sent) :]:
+                    yield _event("content_block_delta", index=place, delta={"type": f"{kind}_delta", kind: rest})
+            yield _event("content_block_stop", index=place)
         ends = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
-        yield "message_delta", {"delta": ends, "usage": {"output_tokens": body["usage"]["output_tokens"]}}
-        yield "message_stop", {}
+        yield _event("message_delta", delta=ends, usage={"output_tokens": body["usage"]["output_tokens"]})
+        yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {to_json({'type': kind, **fields}).decode()}"
+
+
+def _body(
+    asked: MessagesRequest,
+    head: Head,
+    content: list[dict[str, Any]],
+    reason: str | None,
+    stop: str | None,
+    usage: Mapping[str, int],
+) -> dict[str, Any]:
+    body = {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": asked.model, "content": content}
+    return {**body, "stop_reason": reason, "stop_sequence": stop, "usage": usage}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
+from torch import Tensor
 
-from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, read_request, text_of
+from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, read_request, text_of
+from llmrl.endpoint.streams import Piece
 
 # Accepted without effect: they are about OpenAI's service, or what is included of tools that this server does not have.
 _WITHOUT_EFFECT = ("store", "metadata", "reasoning", "include", "truncation", "user", "service_tier", "max_tool_calls")
@@ -106,6 +107,9 @@ class ResponsesRequest(BaseModel):
     def answer(self, completion: Completion) -> Response:
         return Response(self, completion)
 
+    def events(self, head: Head, tokenizer: Any) -> ResponseEvents:
+        return ResponseEvents(self, head)
+
     @staticmethod
     def failure(body: dict[str, Any]) -> dict[str, Any]:
         return body
@@ -130,84 +134,124 @@ class Response:
     completion: Completion
 
     def __post_init__(self) -> None:
-        self._id, self._created = self.completion.id, int(time.time())
         [turn], [message] = self.completion.turns, self.completion.messages
         self._cut = self.completion.finish(turn, message) == "length"
-        self._items = list(self._output(message))
+        self.items = list(self._output(message))
 
     def _output(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        head = self.completion.head
         if thought := message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": thought}]
             yield {
                 "type": "reasoning",
-                "id": f"rs_{self._id}",
+                "id": f"rs_{head.id}",
                 "summary": [],
                 "content": content,
                 "status": "completed",
             }
         calls = message.get("tool_calls") or ()
         if message.get("content") or not calls:
-            part = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
             status = "incomplete" if self._cut else "completed"
-            yield {"type": "message", "id": f"msg_{self._id}", "role": "assistant", "status": status, "content": [part]}
+            yield _message_item(head, message.get("content") or "", status)
         for number, call in enumerate(calls):
             named = {"call_id": call["id"], **call["function"], "status": "completed"}
-            yield {"type": "function_call", "id": f"fc_{self._id}_{number}", **named}
+            yield {"type": "function_call", "id": f"fc_{head.id}_{number}", **named}
 
     def body(self) -> dict[str, Any]:
         """The JSON object of an answer that is not streamed."""
         ended = "incomplete" if self._cut else "completed"
-        return self._body(ended, self._items, self.completion.usage())
+        return _body(self.request, self.completion.head, ended, self.items, self.completion.usage())
 
-    def _body(self, status: str, items: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:
-        asked, counts = self.request, None
-        if usage is not None:
-            counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-            counts |= {"total_tokens": usage["total_tokens"], "input_tokens_details": {"cached_tokens": 0}}
-            counts |= {"output_tokens_details": {"reasoning_tokens": 0}}
-        return {
-            "id": f"resp_{self._id}",
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "metadata": {},
-            "model": asked.model,
-            "output": items,
-            "parallel_tool_calls": True,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "usage": counts,
-        }
 
-    def events(self) -> Iterator[str]:
-        """The server-sent events, each with its number."""
-        for number, (kind, fields) in enumerate(self._events()):
-            data = {"type": f"response.{kind}", "sequence_number": number, **fields}
-            yield f"event: response.{kind}\ndata: {json.dumps(data)}"
+def _message_item(head: Head, text: str, status: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": f"msg_{head.id}", "role": "assistant", "status": status, "content": [part]}
 
-    def _events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+
+def _body(
+    asked: ResponsesRequest, head: Head, status: str, items: list[dict[str, Any]], usage: Mapping[str, int] | None
+) -> dict[str, Any]:
+    counts: dict[str, Any] | None = None
+    if usage is not None:
+        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        counts |= {"total_tokens": usage["total_tokens"], "input_tokens_details": {"cached_tokens": 0}}
+        counts |= {"output_tokens_details": {"reasoning_tokens": 0}}
+    return {
+        "id": f"resp_{head.id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": asked.instructions,
+        "metadata": {},
+        "model": asked.model,
+        "output": items,
+        "parallel_tool_calls": True,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": asked.tools or [],
+        "usage": counts,
+    }
+
+
+class ResponseEvents:
+    """Server-sent events, each with its number."""
+
+    def __init__(self, request: ResponsesRequest, head: Head) -> None:
+        self._request, self._head = request, head
+        self._number = 0
+        self._sent = ""  # of the message's text
+        self._item: dict[str, Any] | None = None  # the message, once it is begun
+
+    def begin(self, prompt_ids: Tensor) -> Iterator[str]:
+        response = _body(self._request, self._head, "in_progress", [], None)
         for kind in ("created", "in_progress"):
-            yield kind, {"response": self._body("in_progress", [], None)}
-        for place, item in enumerate(self._items):
-            at = {"item_id": item["id"], "output_index": place}
-            empty = {"arguments": ""} if "arguments" in item else {"content": []}
-            yield "output_item.added", {"output_index": place, "item": {**item, "status": "in_progress", **empty}}
+            yield self._event(kind, response=response)
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        if not (text := piece.texts.get("content")):
+            return
+        if self._item is None:
+            self._item = _message_item(self._head, "", "in_progress")
+            yield from self._open(0, self._item)
+        self._sent += text
+        yield self._event("output_text.delta", **self._at(0, self._item), content_index=0, delta=text, logprobs=[])
+
+    def end(self, completion: Completion) -> Iterator[str]:
+        response = Response(self._request, completion)
+        for place, item in enumerate(response.items):
+            at = self._at(place, item)
+            is_begun = self._item is not None and item["id"] == self._item["id"]
+            if not is_begun:
+                yield from self._open(place, item)
             if item["type"] == "function_call":
-                yield "function_call_arguments.delta", {**at, "delta": item["arguments"]}
-                yield "function_call_arguments.done", {**at, "name": item["name"], "arguments": item["arguments"]}
+                yield self._event("function_call_arguments.delta", **at, delta=item["arguments"])
+                named = {"name": item["name"], "arguments": item["arguments"]}
+                yield self._event("function_call_arguments.done", **at, **named)
             else:
                 [part] = item["content"]
-                at, kind = {**at, "content_index": 0}, part["type"]
-                more = {"logprobs": []} if kind == "output_text" else {}
-                yield "content_part.added", {**at, "part": {**part, "text": ""}}
-                yield f"{kind}.delta", {**at, "delta": part["text"], **more}
-                yield f"{kind}.done", {**at, "text": part["text"], **more}
-                yield "content_part.done", {**at, "part": part}
-            yield "output_item.done", {"output_index": place, "item": item}
-        body = self.body()
-        yield body["status"], {"response": body}
+                kind, more = part["type"], {"logprobs": []} if part["type"] == "output_text" else {}
+                if rest := part["text"][len(self._sent) if is_begun else 0 :]:
+                    yield self._event(f"{kind}.delta", **at, content_index=0, delta=rest, **more)
+                yield self._event(f"{kind}.done", **at, content_index=0, text=part["text"], **more)
+                yield self._event("content_part.done", **at, content_index=0, part=part)
+            yield self._event("output_item.done", output_index=place, item=item)
+        body = response.body()
+        yield self._event(body["status"], response=body)
+
+    def _open(self, place: int, item: Mapping[str, Any]) -> Iterator[str]:
+        empty = {"arguments": ""} if "arguments" in item else {"content": []}
+        yield self._event("output_item.added", output_index=place, item={**item, "status": "in_progress", **empty})
+        for part in item.get("content") or ():
+            part = {**part, "text": ""}
+            yield self._event("content_part.added", **self._at(place, item), content_index=0, part=part)
+
+    def _at(self, place: int, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": place}
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        data = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: response.{kind}\ndata: {to_json(data).decode()}"

@@ -17,13 +17,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, answer_message
+from pydantic_core import to_json
+
+from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, answer_message, without_stop
 from llmrl.endpoint.generate import GenerateRequest
 from llmrl.endpoint.messages import CountTokensRequest, MessagesRequest
 from llmrl.endpoint.responses import ResponsesRequest
+from llmrl.endpoint.streams import CertainText, Listener
 from llmrl.envs.llm.tool_calls import call_format
 from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, ShapeError, TemplateError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
+from llmrl.modules.llm.engines.base import StopReason
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -44,7 +48,6 @@ _KINDS = {
 _KEEP_ALIVE_S = 3.0  # between comments of a stream that waits for its answer
 _LEFT = 499  # the status of a request whose client has left
 _EXTRA = {"extra": "serve", "used_by": "Endpoint"}
-_POLL_S = 0.25  # between looks at whether a client has left
 _START_S = 30.0
 _ANSWERS_KEPT = 64  # for clients that ask the same again
 _NO_KEY = ("", "EMPTY")  # what clients send that have none
@@ -55,12 +58,15 @@ _RETRY_HEADER = "x-stainless-retry-count"  # of the OpenAI and Anthropic clients
 class _Work:
     """An answer that is sampled, and the number of clients that wait for it."""
 
+    listener: Listener
+    head: Head = field(default_factory=Head.new)
     task: asyncio.Future[Completion] = field(init=False)
     waiting: int = 0
 
     @property
     def failed(self) -> bool:
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+        ended = self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+        return ended or not self.listener.is_wanted
 
 
 class Endpoint:
@@ -91,6 +97,7 @@ class Endpoint:
         concurrency: int = 256,
     ) -> None:
         self.sampler, self.model, self.api_key = sampler, model, api_key
+        self._engine = sampler.engine
         self.form = call_format(tool_format, sampler.renderer.template.jinja)
         self.counters: Counter[str] = Counter()
         self._max_body = max_body
@@ -196,19 +203,19 @@ class Endpoint:
             return _response({}, _LEFT)
         if asked.stream:
             return _starlette("responses").StreamingResponse(self._events(work, asked), media_type="text/event-stream")
+        gone = asyncio.ensure_future(_disconnected(request))
         try:
-            while not work.task.done():
-                await asyncio.wait([work.task], timeout=_POLL_S)
-                if await request.is_disconnected():
-                    self.counters["left"] += 1
-                    return _response({}, _LEFT)
+            await asyncio.wait([work.task, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not work.task.done():
+                return _response({}, _LEFT)
             return _response(asked.answer(work.task.result()).body())
         except asyncio.CancelledError:
             return _response({"error": {"message": "the server ends.", "type": "server_error"}}, 503)
         except Exception as error:
             return _failure(error, kind)
         finally:
-            work.waiting -= 1
+            gone.cancel()
+            self._leave(work)
 
     def _begin(self, key: str, session: str, request: Request, body: bytes, asked: Any) -> _Work:
         """Starts an answer; or the one that is under way or was given, if a client repeats its request."""
@@ -219,13 +226,26 @@ class Endpoint:
         if (name or repeats) and (known := self._answers.get(same)) is not None and not known.failed:
             self.counters["replayed"] += 1
             return known
-        chat, work = asked.as_chat(), _Work()
+        chat = asked.as_chat()
+        work = _Work(Listener([self._text(chat) for _ in range(chat.n or 1)] if asked.stream else ()))
         self._answers[same] = work
         work.task = asyncio.ensure_future(self._complete(key, session, chat, work))
         work.task.add_done_callback(_note)
+        work.task.add_done_callback(work.listener.wake)
         while len(self._answers) > _ANSWERS_KEPT:
             self._answers.popitem(last=False)
         return work
+
+    def _text(self, asked: ChatRequest) -> CertainText:
+        renderer, ends = self.sampler.renderer, (*self.sampler.renderer.stop_token_ids, *self._engine.eos_token_ids)
+        return CertainText(renderer, self.form if asked.offered else None, asked.stops, ends)
+
+    def _leave(self, work: _Work) -> None:
+        """A client that does not wait for the answer any more; the last one ends the sampling, if the engine can."""
+        work.waiting -= 1
+        if not work.task.done():
+            self.counters["left"] += 1
+            work.listener.is_wanted = work.waiting > 0 or not self._engine.streams
 
     async def _complete(self, key: str, session: str, asked: ChatRequest, work: _Work) -> Completion:
         params, overridden = asked.params(self.sampler.params, fixed=self.fixed)
@@ -233,32 +253,50 @@ class Endpoint:
         count = asked.n or 1
         options: dict[str, Any] = {"tools": asked.offered, "params": params}
         options |= {"count": count, "seeds": None if asked.seed is None else [asked.seed + n for n in range(count)]}
-        messages = asked.chat()
+        options |= {"hear": work.listener.begin} if self._engine.streams else {}
 
-        sample = partial(self.sample, key, session, messages, **options)
+        sample = partial(self.sample, key, session, asked.chat(), **options)
         turns, record = await asyncio.get_running_loop().run_in_executor(self._pool, sample)
-        if not work.waiting:
+        if not work.waiting or not work.listener.is_wanted:
             self.counters["abandoned"] += 1
             raise RolloutError("the client left before its answer was there.")
         said = [self.message(turn) for turn in turns]
+        for turn, message in zip(turns, said, strict=True):
+            if turn.stop_reason is StopReason.STOP_STRING:
+                without_stop(message, asked.stops)
+        rest = work.listener.rest(turns, said)
         record(said)
-        return Completion(asked, turns, said, self.sampler.renderer.tokenizer)
+        return Completion(asked, work.head, turns, said, rest, self.sampler.renderer.tokenizer)
 
     async def _events(self, work: _Work, asked: Any) -> AsyncIterator[str]:
-        """The answer's events; comments while it is sampled, so that the client goes on waiting."""
+        """The answer's events; comments while there are none, so that the client goes on waiting."""
+        events, listener, read = asked.events(work.head, self.sampler.renderer.tokenizer), work.listener, 0
         try:
-            while not work.task.done():
-                await asyncio.wait([work.task], timeout=_KEEP_ALIVE_S)
-                if not work.task.done():
+            while True:
+                news, is_done = listener.news, work.task.done()
+                found: list[str] = []
+                if not read and listener.pieces:
+                    found += events.begin(listener.prompt_ids)
+                for piece in listener.pieces[read:]:
+                    found += events.piece(piece)
+                read = len(listener.pieces)
+                if is_done:
+                    completion = work.task.result()
+                    found += () if read else events.begin(completion.turns[0].prompt_ids)
+                    found += events.end(completion)
+                if found:
+                    yield "".join(f"{event}\n\n" for event in found)
+                if is_done:
+                    return
+                try:
+                    await asyncio.wait_for(news.wait(), _KEEP_ALIVE_S)
+                except TimeoutError:
                     yield ": waiting\n\n"
-            for event in asked.answer(work.task.result()).events():
-                yield f"{event}\n\n"
         except Exception as error:
             name = "event: error\n" if type(asked) is not ChatRequest else ""
             yield f"{name}data: {_failure(error, type(asked)).body.decode()}\n\n"
         finally:
-            self.counters["left"] += not work.task.done()
-            work.waiting -= 1
+            self._leave(work)
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
@@ -278,6 +316,12 @@ def _caller(request: Request) -> tuple[str, str]:
     return (session.partition(".")[0], session) if key in _NO_KEY else (key, session)
 
 
+async def _disconnected(request: Request) -> None:
+    """Returns when the client of a request that was read has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def _note(task: asyncio.Future[Any]) -> None:
     """Reads the error of an answer whose clients have left: asyncio would print that it was never retrieved."""
     if not task.cancelled():
@@ -289,7 +333,7 @@ def _starlette(module: str) -> Any:
 
 
 def _response(body: dict[str, Any], status: int = 200) -> Response:
-    return _starlette("responses").JSONResponse(body, status)
+    return _starlette("responses").Response(to_json(body), status, media_type="application/json")
 
 
 def _failure(error: BaseException, kind: type[Any]) -> Response:

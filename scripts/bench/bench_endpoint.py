@@ -2,8 +2,11 @@
 
     python scripts/bench/bench_endpoint.py [--rollouts 1000] [--json FILE]
 
-Clients are in a process of their own, one connection each, as agents are. What the endpoint adds to a call is the time
-that the client waits, less that of the engine in the same call. Then the ids that clients got are compared with rows.
+Clients are in a process of their own, one connection each, as agents are. What a server adds to a call is the time that
+the client waits, less that of the engine in the same call. It is measured twice in each run: of the endpoint, and of a
+server that reads requests without looking at them, sleeps as long and answers as much. What the second adds is the
+client's own: its JSON, its HTTP, its turn on the processor. The endpoint's part is the difference of the two medians.
+Then the ids that clients got are compared with rows.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ from llmrl.testing import FakeEngine, tiny_tokenizer
 AT_ONCE = 64
 ENGINE_S = (1.0, 3.0)  # of an answer: 64 clients then ask 32 times a second
 ANSWER = 16  # ids
+TURNS, ROUNDS = 64, 5  # of a conversation, and how often it is repeated
 
 
 class SleepingEngine(FakeEngine):
@@ -50,83 +55,120 @@ class SleepingEngine(FakeEngine):
         return drawn
 
 
-async def ask(url: str, keys: list[str], turns: int) -> list[list[dict[str, Any]]]:
-    """What the clients see: for each key its calls, with seconds and ids."""
-    import httpx
+class SilentServer:
+    """Answers after some of ``seconds`` with ``ANSWER`` ids and "s", how long it slept."""
 
-    slots, limits = asyncio.Semaphore(AT_ONCE), httpx.Limits(max_connections=AT_ONCE)
+    def __init__(self, seconds: tuple[float, float]) -> None:
+        self.seconds, self._random, self._loop = seconds, random.Random(0), asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.base_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    async def agent(client: httpx.AsyncClient, key: str) -> list[dict[str, Any]]:
-        messages: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
-        seen = []
-        async with slots:
-            for _ in range(turns):
-                body = {"model": "m", "messages": messages, "return_token_ids": True}
-                began = time.perf_counter()
-                answer = await client.post(f"{url}/chat/completions", json=body, headers={"x-api-key": key})
-                seconds = time.perf_counter() - began
-                [choice] = answer.raise_for_status().json()["choices"]
-                seen.append({"s": seconds, "ids": choice["token_ids"]})
-                messages += [choice["message"], {"role": "user", "content": "And one more?"}]
-        return seen
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        message = {"role": "assistant", "content": "one two three four five six seven eight nine ten one two three"}
+        while True:
+            try:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            except asyncio.IncompleteReadError:
+                return writer.close()
+            asked = await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
+            began = time.perf_counter()
+            await asyncio.sleep(self._random.uniform(*self.seconds))
+            choice = {"message": message, "token_ids": list(range(100, 100 + ANSWER))}
+            body = {"s": time.perf_counter() - began, "choices": [choice]}
+            body["prompt_token_ids"] = list(range(100, 100 + len(asked) // 4))
+            said = json.dumps(body).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
 
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        return await asyncio.gather(*(agent(client, key) for key in keys))
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def measure(num: int, turns: int, seconds: tuple[float, float] = (0.0, 0.0)) -> tuple[list[list[float]], Counter[str]]:
-    """The milliseconds that the endpoint adds to each call of each rollout; and counts: ids, those that the rows do not
-    have as the clients got them, the most rows of a rollout.
+def clients(url: str, keys: list[str], turns: int) -> list[list[dict[str, Any]]]:
+    """What endpoint_clients.py sees, in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("endpoint_clients.py"))]
+    given = json.dumps([url, keys, turns, AT_ONCE])
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    return json.loads(done.stdout)
+
+
+class Sides:
+    """The endpoint and the `SilentServer`, both over engines that sleep some of ``seconds``; a context manager.
+
+    counts  "ids" that were sampled; "differ", those that the rows have not as the clients got them; "rows", the most of
+            a rollout
     """
-    tokenizer = tiny_tokenizer()
-    words = torch.tensor(tokenizer.encode("one two three four five six seven eight nine ten"))
-    draws = torch.Generator().manual_seed(0)
 
-    def answer(prompt: torch.Tensor) -> torch.Tensor:
-        picked = torch.randint(len(words), (ANSWER - 1,), generator=draws)
-        return torch.cat([words[picked], torch.tensor([tokenizer.eos_token_id])])
+    def __init__(self, seconds: tuple[float, float] = (0.0, 0.0)) -> None:
+        tokenizer = tiny_tokenizer()
+        words = torch.tensor(tokenizer.encode("one two three four five six seven eight nine ten"))
+        draws = torch.Generator().manual_seed(0)
 
-    engine, added, counts = SleepingEngine(answer, tokenizer, seconds), [], Counter()
-    with RecordingEndpoint(engine, tokenizer) as endpoint:
-        keys = [endpoint.begin() for _ in range(num)]
-        given = json.dumps([endpoint.base_url, keys, turns])
-        command = [sys.executable, __file__, "--clients"]
-        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-        for key, calls in zip(keys, json.loads(done.stdout), strict=True):
-            rows = endpoint.finish(key, 0.0)
+        def answer(prompt: torch.Tensor) -> torch.Tensor:
+            picked = torch.randint(len(words), (ANSWER - 1,), generator=draws)
+            return torch.cat([words[picked], torch.tensor([tokenizer.eos_token_id])])
+
+        self.engine, self.counts = SleepingEngine(answer, tokenizer, seconds), Counter()
+        self.endpoint, self.silent = RecordingEndpoint(self.engine, tokenizer), SilentServer(seconds)
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.endpoint.close()
+        self.silent.close()
+
+    def added(self, num: int, turns: int) -> list[list[float]]:
+        """The milliseconds that the endpoint and the clients add to each call of each of ``num`` rollouts."""
+        keys, found = [self.endpoint.begin() for _ in range(num)], []
+        for key, calls in zip(keys, clients(self.endpoint.base_url, keys, turns), strict=True):
+            rows = self.endpoint.finish(key, 0.0)
             ids, masks = (
                 rows.get(name, as_list=True) for name in (("tokens", "full"), ("masks", "all_assistant_mask"))
             )
             trained = [token for row, mask in zip(ids, masks, strict=True) for token in row[mask].tolist()]
             sampled = [token for call in calls for token in call["ids"]]
-            counts["ids"] += len(sampled)
+            self.counts["ids"] += len(sampled)
             same = sum(one == other for one, other in zip(trained, sampled, strict=False))
-            counts["differ"] += max(len(trained), len(sampled)) - same
-            counts["rows"] = max(counts["rows"], len(rows))
-            added.append([1e3 * (call["s"] - engine.took[tuple(call["ids"])]) for call in calls])
-    return added, counts
+            self.counts["differ"] += max(len(trained), len(sampled)) - same
+            self.counts["rows"] = max(self.counts["rows"], len(rows))
+            found.append([1e3 * (call["s"] - self.engine.took[tuple(call["ids"])]) for call in calls])
+        return found
+
+    def of_clients(self, num: int, turns: int) -> list[list[float]]:
+        """The milliseconds that the clients alone add."""
+        calls = clients(self.silent.base_url, [""] * num, turns)
+        return [[1e3 * call["s"] for call in own] for own in calls]
 
 
-def main(rollouts: int, clients: bool) -> list[Row] | None:
-    if clients:
-        print(json.dumps(asyncio.run(ask(*json.loads(sys.stdin.read())))))
-        return None
+def main(rollouts: int) -> list[Row]:
     torch.set_num_threads(1)
-    busy, counts = measure(AT_ONCE, 5, ENGINE_S)
-    later = [ms for calls in busy for ms in calls[1:]]  # all begin at the same moment
-    long = [measure(1, 64)[0][0] for _ in range(4)][1:]  # the first meets the template for the first time
-    first, last = (
-        statistics.median(ms for calls in long for ms in calls[part]) for part in (slice(4), slice(-4, None))
-    )
-    _, most = measure(rollouts, 1)
+    with Sides(ENGINE_S) as busy:
+        # All clients begin at the same moment: their first calls wait for each other.
+        whole, client = (
+            statistics.median(ms for calls in ask(AT_ONCE, 5) for ms in calls[1:])
+            for ask in (busy.added, busy.of_clients)
+        )
+    with Sides() as idle:
+        first = idle.added(1, TURNS)[0]  # its renderer has not seen such a conversation
+        rounds = [(idle.added(1, TURNS)[0], idle.of_clients(1, TURNS)[0]) for _ in range(ROUNDS)]
+        idle.added(rollouts, 1)
+    medians = [[statistics.median(part[side][turn] for part in rounds) for turn in range(TURNS)] for side in (0, 1)]
+    own = [both - alone for both, alone in zip(*medians, strict=True)]  # by turn
+    new = [both - alone for both, alone in zip(first, medians[1], strict=True)]
+    few = statistics.mean(own[:4])
+    counts = {name: busy.counts[name] + idle.counts[name] for name in ("ids", "differ")}
     return [
-        Row(f"added to a call, {AT_ONCE} at once, median", statistics.median(later), 3.0, "ms"),
-        Row("added to a call, one client, turns 1 to 4", first, None, "ms"),
-        Row("added to a call, one client, turns 61 to 64 against 1 to 4", last / first),
-        Row(f"rows of a conversation, {rollouts} rollouts on one port", max(counts["rows"], most["rows"]), 1, "rows"),
-        Row(f"ids that differ, of {counts['ids'] + most['ids']}", counts["differ"] + most["differ"], 0, "ids"),
+        Row(f"added to a call, {AT_ONCE} at once, median", whole - client, 3.0, "ms"),
+        Row("the same with the client's own time", whole, None, "ms"),
+        Row("added to a call, one client, turns 1 to 4", few, None, "ms"),
+        Row("added to a call, one client, turns 61 to 64", statistics.mean(own[-4:]), None, "ms"),
+        Row("a turn of a conversation of 64 against one of 4", statistics.mean(own) / few, 1.1),
+        Row("the same of the first such conversation", statistics.mean(new) / few),
+        Row(f"rows of a conversation, {rollouts} rollouts on one port", idle.counts["rows"], 1, "rows"),
+        Row(f"ids that differ, of {counts['ids']}", counts["differ"], 0, "ids"),
     ]
 
 
 if __name__ == "__main__":
-    benchmark(main, __doc__, rollouts=1000, clients=False)
+    benchmark(main, __doc__, rollouts=1000)

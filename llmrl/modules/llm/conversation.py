@@ -5,7 +5,7 @@ A turn that follows another one begins with exactly the ids of that one: sampled
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmrl.data.llm.templates import Tools
 from llmrl.errors import DataError
-from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason, generate_within
+from llmrl.modules.llm.engines.base import Engine, Generation, Hear, SamplingParams, StopReason, generate_within
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.modules.llm.policies.options import with_stop_ids
 from llmrl.modules.llm.rendering import Renderer
@@ -110,10 +110,13 @@ class TurnSampler:
         params: SamplingParams | None = None,
         count: int = 1,
         seeds: Sequence[int] | None = None,
+        hear: Callable[[Tensor], Hear] | None = None,
     ) -> list[SampledTurn]:
         """``count`` answers to a conversation that ends with a question, or to its ids int64[P].
 
         ``after``: see `prompt`
+        ``hear``   of an engine that ``streams``: it is called with the ids of the prompt and returns what hears of the
+                   answers while they are sampled
         Raises  DataError if the prompt leaves no room for an answer; what the engine raises
         """
         prompt, known = messages, []
@@ -125,7 +128,8 @@ class TurnSampler:
                 f"TurnSampler: a prompt must have fewer than the {limit} tokens of a conversation: got {len(prompt)}."
             )
         params, stops = with_stop_ids(params or self.params, self.renderer.stop_token_ids, self.engine.eos_token_ids)
-        drawn = generate_within(self.engine, [prompt] * count, params, limit, seeds=seeds)
+        heard = None if hear is None else hear(prompt)
+        drawn = generate_within(self.engine, [prompt] * count, params, limit, seeds=seeds, hear=heard)
         return list(self._turns(drawn, prompt, known, tools, after, stops))
 
     def _turns(

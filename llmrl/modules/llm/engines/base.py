@@ -138,6 +138,7 @@ class Generation:
 
 Rows = Sequence[Tensor]  # ids int64[T], or masks bool[T]
 MediaRows = Sequence[Mapping[str, Tensor]] | None
+Hear = Callable[[int, list[int], list[float]], bool]
 
 
 @runtime_checkable
@@ -154,6 +155,8 @@ class Engine(Protocol):
     ``eos_token_ids``    end an answer, besides those of `SamplingParams`
     ``context_length``   the most tokens that a prompt and its answer may have together; None: unknown
     ``concurrent``       True: calls of several threads are computed at the same time; False: one after the other
+    ``streams``          True: `generate` takes ``hear``, which any thread may call as hear(row, ids, log_probs) with
+                         what was sampled of a row since the last time; False ends the row, as ABORT
     ``takes_groups``     True: `update_weights` accepts `WeightGroups`; otherwise it gets a mapping
     ``unsaved_buffers``  names that a set of weights may leave out
     ``in_flight``        what an update does to answers in progress: it waits for them, or ends or continues them
@@ -165,6 +168,7 @@ class Engine(Protocol):
     eos_token_ids: Collection[int] = ()
     context_length: int | None = None
     concurrent: bool = False
+    streams: bool = False
     takes_groups: bool = False
     unsaved_buffers: frozenset[str] = frozenset()
     in_flight: Literal["finish", "abort", "continue"] = "finish"
@@ -235,10 +239,12 @@ def generate_within(
     full: Sequence[int] = (),
     seeds: Sequence[int] | None = None,
     media: MediaRows = None,
+    hear: Hear | None = None,
 ) -> Generation:
     """``engine.generate`` of the prompts, none of which with its answer is longer than ``limit``.
 
     full  rows that get an empty answer, which ends as LENGTH, like each answer that reaches the limit
+    hear  of an engine that ``streams``, without ``full``; it hears of no id beyond the limit
     """
     rows = sorted(set(range(len(prompts))) - set(full))
 
@@ -247,7 +253,9 @@ def generate_within(
 
     generation = None
     if rows:
-        options = {} if media is None else {"media": asked(media)}
+        options: dict[str, Any] = {} if media is None else {"media": asked(media)}
+        if hear is not None:
+            options["hear"] = hear if limit is None else _hear_within(hear, [limit - len(prompt) for prompt in prompts])
         generation = engine.generate(asked(prompts), params, seeds=asked(seeds), **options)
         generation = generation if limit is None else _cut(generation, asked(prompts), limit)
     return _with_unanswered(generation, rows, prompts, engine.version) if full else generation
@@ -278,6 +286,17 @@ def _with_unanswered(generation: Generation | None, answered: Sequence[int], pro
         versions=rows(generation.versions, lambda row: nothing),
         routes=rows(routes, lambda row: routes[0].new_full((len(prompts[row]), *routes[0].shape[1:]), -1)),
     )
+
+
+def _hear_within(hear: Hear, rooms: list[int]) -> Hear:
+    """``hear`` of the first ids of each row, as many as it has room for."""
+
+    def heard(row: int, ids: list[int], log_probs: list[float]) -> bool:
+        room = rooms[row]
+        rooms[row] = max(0, room - len(ids))
+        return not room or hear(row, ids[:room], log_probs[:room])
+
+    return heard
 
 
 def _cut(generation: Generation, prompts: Rows, limit: int) -> Generation:

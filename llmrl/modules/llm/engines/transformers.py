@@ -20,6 +20,7 @@ from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.engines.base import (
     Generation,
+    Hear,
     MediaRows,
     Rows,
     SamplingParams,
@@ -91,6 +92,8 @@ class TransformersEngine(SeededEngine):
         newly_named = "cache" in self._accepts and "past_key_values" not in self._accepts
         self._cache_argument = "cache" if newly_named else "past_key_values"
 
+    streams = True
+
     @property
     def context_length(self) -> int | None:
         """The positions that the model was made for; None if its configuration has no such number."""
@@ -100,7 +103,13 @@ class TransformersEngine(SeededEngine):
 
     @torch.no_grad()  # not inference_mode: buffers that a model caches in its forward must stay usable by the trainer
     def generate(
-        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
+        self,
+        prompts: Rows,
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: MediaRows = None,
+        hear: Hear | None = None,
     ) -> Generation:
         """Samples one response per prompt: see `Engine`. Raises ShapeError, ConfigError."""
         seeds = self._seeds(seeds, len(prompts))
@@ -119,6 +128,8 @@ class TransformersEngine(SeededEngine):
                 own, own_seeds = [prompts[row] for row in batch], [seeds[row] for row in batch]
                 own_media = [media[row] for row in batch] if media else None
                 decoding = _Decoding(self, own, own_seeds, params, own_media)
+                if hear is not None:  # of rows of the call, where the batch has its own numbers
+                    decoding.hear = lambda row, ids, log_probs, batch=batch: hear(batch[row], ids, log_probs)
                 for row, result in zip(batch, decoding.run(), strict=True):
                     rows[row] = result
         ids, log_probs, plain, reasons, routes = ([row[part] for row in rows] for part in range(5))
@@ -210,6 +221,8 @@ class _Decoding:
         self.engine, self.model = engine, engine.model
         self.routers = Routers.of(engine.model) if engine.reports_routes else None
         self.prompts, self.params, self.media = prompts, params, media
+        self.hear: Hear | None = None
+        self.left: dict[int, int] = {}  # rows that nobody waits for, and how many ids they have
         self.home = prompts[0].device  # results are returned on the caller's device
         self.device = device = model_device(engine.model)
         stop_ids = {*(() if params.ignore_eos else engine.eos_token_ids), *params.stop_token_ids}
@@ -244,6 +257,8 @@ class _Decoding:
             token_N, drawn_N, _ = steps[-1]
             if self.engine.on_tokens is not None:
                 self.engine.on_tokens(token_N, drawn_N)
+            if self.hear is not None:
+                ended_N = ended_N | self._unheard(token_N, drawn_N, rows_N, ended_N, step)
             # A comparison takes less than half the time of isin, and nearly every call has one stop id.
             ended_N = ended_N | (token_N == stop_ids if len(stop_ids) == 1 else torch.isin(token_N, stop_ids))
             if params.stop_strings:
@@ -376,6 +391,14 @@ class _Decoding:
             seen_BV[row, prompt.to(self.device)] = True
         return seen_BV
 
+    def _unheard(self, token_N: Tensor, drawn_N: Tensor, rows_N: Tensor, ended_N: Tensor, step: int) -> Tensor:
+        """Tells ``hear`` of the draws of rows that have not ended; the rows that it does not go on with, bool[N]."""
+        draws = zip(rows_N.tolist(), token_N.tolist(), drawn_N.tolist(), ended_N.tolist(), strict=True)
+        for row, token, log_prob, ended in draws:
+            if not ended and not self.hear(row, [token], [log_prob]):
+                self.left[row] = step + 1
+        return torch.tensor([row in self.left for row in rows_N.tolist()], device=self.device)
+
     def _string_ends(
         self, token_N: Tensor, rows_N: Tensor, tails: list[list[int]], ends: list[int | None], step: int
     ) -> Tensor:
@@ -412,9 +435,11 @@ class _Decoding:
         for row, (eos_end, room) in enumerate(zip(eos_end_B, room_B, strict=True)):
             # Cut at the earliest end: sampling continues past it while other rows of the batch run.
             string_end = string_end_B[row] or num_steps + 1
-            length = min(eos_end, string_end, room)
-            if eos_end <= min(string_end, room):
+            length = min(eos_end, string_end, room, self.left.get(row, num_steps))
+            if eos_end <= length:
                 reason = StopReason.EOS
+            elif self.left.get(row) == length and string_end > length:
+                reason = StopReason.ABORT
             else:
                 reason = StopReason.STOP_STRING if string_end <= room else StopReason.LENGTH
             # Cloned, because a view would keep every row alive.

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
-from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams
+from llmrl.modules.llm.engines.base import Engine, Generation, Hear, MediaRows, Rows, SamplingParams
 from llmrl.modules.llm.vision import present
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
@@ -86,18 +86,24 @@ class BatchingEngine:
         self.engine.version = value
 
     def generate(
-        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
+        self,
+        prompts: Rows,
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: MediaRows = None,
+        hear: Hear | None = None,
     ) -> Generation:
         """See `Engine`; waits for other requests with the same parameters."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
-            given = {"seeds": _chained(parts, 1), **present(media=_chained(parts, 2))}
+            given = {"seeds": _chained(parts, 1), **present(media=_chained(parts, 2), hear=_shared(parts, 3))}
             whole = self.engine.generate(_chained(parts, 0), params, **given)
             names = [name for name in vars(whole) if name != "version"]
             columns = [_split(getattr(whole, name), parts) for name in names]
             return [replace(whole, **dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
-        return self._ask(("generate", params, seeds is None, media is None), call, (prompts, seeds, media))
+        return self._ask(("generate", params, seeds is None, media is None), call, (prompts, seeds, media, hear))
 
     def score(
         self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
@@ -322,6 +328,17 @@ def _answer(batch: list[_Request]) -> None:
 
 def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any] | None:
     return None if parts[0][position] is None else list(chain.from_iterable(part[position] for part in parts))
+
+
+def _shared(parts: list[tuple[Any, ...]], position: int) -> Hear | None:
+    """What hears of the rows of all parts; None if no part hears of its own."""
+    own = [(part[position], row) for part in parts for row in range(len(part[0]))]
+
+    def hear(row: int, ids: list[int], log_probs: list[float]) -> bool:
+        heard, place = own[row]
+        return heard is None or heard(place, ids, log_probs)
+
+    return hear if any(heard is not None for heard, _ in own) else None
 
 
 def _split(values: Sequence[Any] | None, parts: list[tuple[Any, ...]]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmrl.modules.llm.engines.base import Generation, StopReason
-from llmrl.modules.llm.engines.vllm.core import Completion
+from llmrl.modules.llm.engines.vllm.core import Completion, RowHear
 from llmrl.modules.llm.vision import Media
 
 _STRIDE = 0x9E3779B97F4A7C15  # changes the seed: a piece must not repeat the random numbers of the previous one
@@ -23,6 +23,7 @@ class Answer:
     prompt: list[int]
     row_seed: int
     media: Media | None = None  # the prompt's images; None: no row has any
+    hear: RowHear | None = None
     ids: list[int] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)  # one tensor per piece
     plain: list[Tensor] = field(default_factory=list)

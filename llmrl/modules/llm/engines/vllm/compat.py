@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -358,11 +357,16 @@ def _without_numa_binding() -> Iterator[None]:
 
 
 def request_factory() -> Callable[..., Any]:
-    """``vllm.SamplingParams`` that return only the final answer. Otherwise an ``AsyncLLMEngine`` assembles each row's
-    ids so far after every step, in the trainer's process.
+    """``vllm.SamplingParams`` that return only the final answer; with ``heard`` also the ids so far after every step,
+    which an ``AsyncLLMEngine`` assembles in the trainer's process.
     """
-    kinds = vllm_module("vllm.sampling_params").RequestOutputKind
-    return partial(load_vllm().SamplingParams, flat_logprobs=True, output_kind=kinds.FINAL_ONLY)
+    kinds, make = vllm_module("vllm.sampling_params").RequestOutputKind, load_vllm().SamplingParams
+
+    def request(*, heard: bool = False, **options: Any) -> Any:
+        kind = kinds.CUMULATIVE if heard else kinds.FINAL_ONLY
+        return make(flat_logprobs=True, output_kind=kind, **options)
+
+    return request
 
 
 def lora_request(folder: Path, version: int, number: int) -> Any:

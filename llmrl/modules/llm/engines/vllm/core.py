@@ -28,6 +28,9 @@ _TINY_TOP_P = 1e-9  # replaces 0, which vLLM refuses; in float32 both keep only 
 SCORING: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
+RowHear = Callable[[list[int], list[float]], bool]  # `Hear` of one row
+
+
 class NothingLoadedError(WeightSyncError):
     """An update failed before the first weight was loaded: the engine keeps its weights."""
 
@@ -91,6 +94,7 @@ class Requests:
     stop         if it returns True, requests that have not begun end as ABORT at once
     media        one entry per prompt, if any has images
     version      weight version, which is part of vLLM's cache keys for images
+    hear         one entry per prompt, if answers are heard of while they are sampled
     """
 
     prompts: Sequence[list[int]]
@@ -101,6 +105,7 @@ class Requests:
     stop: Callable[[], bool] = lambda: False
     media: Sequence[Mapping[str, Tensor]] | None = None
     version: int = 0
+    hear: Sequence[RowHear] | None = None
 
 
 class Core(Protocol):
@@ -199,6 +204,22 @@ def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[st
     routed = getattr(answer, "routed_experts", None)
     routes = None if routed is None else torch.from_numpy(routed.astype("int16"))
     return Completion(torch.tensor(ids, dtype=torch.int64), log_probs, reason, routes=routes)
+
+
+class Progress:
+    """Tells `RowHear` of what is new in the outputs of a request, each of which has all ids so far."""
+
+    def __init__(self, hear: RowHear | None) -> None:
+        self._hear, self._num_heard = hear, 0
+
+    def tell(self, output: Any) -> bool:
+        """False if the row is not wanted any more."""
+        if self._hear is None or output is None:
+            return True
+        answer = output.outputs[0]
+        ids, first = list(answer.token_ids), self._num_heard
+        self._num_heard = len(ids)
+        return first == len(ids) or self._hear(ids[first:], _of_tokens(answer.logprobs, ids, first=first))
 
 
 def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason
+from llmrl.modules.llm.engines.base import Generation, Hear, SamplingParams, SeededEngine, StopReason
 from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
 from llmrl.modules.llm.engines.vllm.core import SCORING, ClosedCore, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
@@ -66,6 +66,7 @@ class VLLMEngine(SeededEngine):
             DataError               a folder or hub name without a model
     """
 
+    streams = True
     takes_groups = True  # accepts weights in groups, one after the other
     update_s = float("inf")  # longest duration of an update; must be shorter than other ranks wait for it
     in_flight: Literal["finish", "abort", "continue"] = "finish"  # see AsyncVLLMEngine
@@ -166,6 +167,7 @@ class VLLMEngine(SeededEngine):
         *,
         seeds: Sequence[int] | None = None,
         media: Sequence[Media] | None = None,
+        hear: Hear | None = None,
     ) -> Generation:
         """Samples one response per prompt: see `Engine`. A server takes no images.
 
@@ -177,6 +179,8 @@ class VLLMEngine(SeededEngine):
         images = list(media) if has_images(media) else [None] * len(prompts)
         rows = self._rows(prompts, "a prompt", 1)
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
+        for row, answer in enumerate(answers):
+            answer.hear = None if hear is None else partial(hear, row)
         left = answers
         # One pass, or with in_flight="continue" another one after each update that interrupts it. Each pass takes the
         # lock again, so that the update can run in between.
@@ -212,7 +216,8 @@ class VLLMEngine(SeededEngine):
             for answer, row in zip(answers, rows, strict=True)
         ]
         media = [answer.media for answer in answers] if answers[0].media is not None else None
-        given = {"media": media, "version": self.version}
+        given: dict[str, Any] = {"media": media, "version": self.version}
+        given["hear"] = [answer.hear for answer in answers] if answers[0].hear is not None else None
         pieces = self.core.complete(Requests(rows, options, "generating", end, stop=stop, **given))
         for answer, piece in zip(answers, pieces, strict=True):
             answer.add(piece, self.version)

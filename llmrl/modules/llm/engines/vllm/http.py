@@ -52,8 +52,11 @@ class Connections:
         *,
         end: float,
         read: Callable[[bytes], Any] = json.loads,
+        each: Callable[[dict[str, Any]], bool] | None = None,
     ) -> Any:
         """Sends a request and returns the answer, decoded by ``read``.
+
+        ``each``  is called with each event of a stream, in place of an answer; False ends the connection
 
         Raises  DeadlineError at ``end``, ConfigError (the server refuses the request), RolloutError, ValueError (not
                 JSON)
@@ -66,7 +69,7 @@ class Connections:
                 self._mine.connection = self._make()
                 self._open.append(self._mine.connection)
             try:
-                status, text = self._exchange(self._mine.connection, method, path, payload, end=end)
+                status, text = self._exchange(self._mine.connection, method, path, payload, end=end, each=each)
                 break
             except TimeoutError as error:
                 self._drop()
@@ -107,7 +110,14 @@ class Connections:
             connection.close()
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, payload: str | None = None, *, end: float
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        payload: str | None = None,
+        *,
+        end: float,
+        each: Callable[[dict[str, Any]], bool] | None = None,
     ) -> tuple[int, bytes]:
         """Returns the status and the answer; reads at most one byte more than the largest answer.
 
@@ -124,6 +134,13 @@ class Connections:
             raise ConnectionAbortedError
         connection.response_class = partial(_Response, end)
         response = connection.getresponse()
+        if each is not None and response.status < 400:
+            for line in response:
+                event = line.removeprefix(b"data:").strip()
+                if event.startswith(b"{") and not each(json.loads(event)):
+                    self._drop()
+                    break
+            return response.status, b""
         return response.status, response.read(_LARGEST_ANSWER + 1)
 
     def _drop(self) -> None:

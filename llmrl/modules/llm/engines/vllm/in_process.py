@@ -17,6 +17,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     CoreInfo,
     LoadedAdapter,
     LogitTemperature,
+    Progress,
     Requests,
     completion_of_output,
 )
@@ -55,7 +56,10 @@ class InProcessCore:
     def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt. Leaves torch's global random state unchanged."""
         phase = requests.phase
-        params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
+        heard = requests.hear is not None
+        params = [
+            self._make_request(heard=heard, **{"detokenize": "stop" in option, **option}) for option in requests.options
+        ]
         with self._temperature.held(requests.temperature, phase, requests.end):
             try:
                 with torch.random.fork_rng(devices=[]):
@@ -78,7 +82,8 @@ class InProcessCore:
             names.append(str(next(self.llm.request_counter)))
             prompt = prompt_of(self.llm, ids, images, requests.version)
             engine.add_request(names[-1], prompt, param, lora_request=self._adapter.request)
-        found = {}
+        progress = dict(zip(names, map(Progress, requests.hear or [None] * len(names)), strict=True))
+        found, left = {}, {}
         while engine.has_unfinished_requests():
             if self._closing:
                 raise RolloutError(f"VLLMEngine: the engine was closed while {requests.phase}.")
@@ -87,8 +92,16 @@ class InProcessCore:
                     f"VLLMEngine: {requests.phase} must end before its deadline: the engine in this process was still "
                     "running; set a longer timeout_s, or request less."
                 )
-            found |= {output.request_id: output for output in engine.step() if output.finished}
-        return [found.get(name) for name in names]  # vLLM has no output of an aborted request
+            for output in engine.step():
+                name = output.request_id
+                if output.finished:
+                    found[name] = output
+                if not progress[name].tell(output) and not output.finished:
+                    output.outputs[0].finish_reason = "abort"
+                    left[name] = output
+                    engine.abort_request([name])
+        # vLLM has no output of an aborted request: for one that is not wanted any more, the last one before stands.
+        return [found.get(name, left.get(name)) for name in names]
 
     def _abort_requests(self) -> None:
         """Removes a failed call's requests from the engine, so that the next call does not get their answers."""

@@ -93,8 +93,9 @@ class PoolCore:
             def ask(core: ServerCore, parts: Mapping[ServerCore, list[int]] = parts) -> list[Completion]:
                 rows = parts[core]
                 prompts, options = [requests.prompts[row] for row in rows], [requests.options[row] for row in rows]
+                hear = None if requests.hear is None else [requests.hear[row] for row in rows]
                 try:
-                    return core.complete(replace(requests, prompts=prompts, options=options))
+                    return core.complete(replace(requests, prompts=prompts, options=options, hear=hear))
                 finally:
                     with self._lock:
                         if core in self._in_flight:

@@ -24,7 +24,15 @@ import torch
 
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
-from llmrl.modules.llm.engines.vllm.core import ABORTED, Completion, CoreInfo, NothingLoadedError, Requests, stop_reason
+from llmrl.modules.llm.engines.vllm.core import (
+    ABORTED,
+    Completion,
+    CoreInfo,
+    NothingLoadedError,
+    Requests,
+    RowHear,
+    stop_reason,
+)
 from llmrl.modules.llm.engines.vllm.gauges import ServerCounters
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 
@@ -60,6 +68,31 @@ def _likeliest(entries: list[dict[str, Any] | None], k: int) -> torch.Tensor:
             _, ids, values = zip(*ranked[:k], strict=True)
             row.copy_(torch.tensor([*ids, *values]))
     return found
+
+
+class _Pieces:
+    """The answer of a stream, put together; ``hear``: see `RowHear`."""
+
+    def __init__(self, hear: RowHear) -> None:
+        self._hear = hear
+        self._choice: dict[str, Any] = {"token_ids": [], "logprobs": {"token_logprobs": []}}
+        self.answer: dict[str, Any] = {}
+
+    def add(self, event: dict[str, Any]) -> bool:
+        if not event.get("choices"):  # an error, or the usage
+            self.answer = self.answer or event
+            return True
+        [piece], choice = event["choices"], self._choice
+        ids, values = piece.get("token_ids") or [], (piece.get("logprobs") or {}).get("token_logprobs") or []
+        choice["token_ids"] += ids
+        choice["logprobs"]["token_logprobs"] += values
+        choice |= {name: piece[name] for name in ("prompt_token_ids", "stop_reason") if piece.get(name) is not None}
+        self.answer = {"choices": [choice]}
+        choice["finish_reason"] = piece.get("finish_reason")
+        if not ids or self._hear(ids, values) or choice["finish_reason"]:
+            return True
+        choice["finish_reason"] = "abort"
+        return False
 
 
 class ServerCore:
@@ -117,8 +150,9 @@ class ServerCore:
         futures: list[Future[Completion]] = []
         try:
             with self._monitor.watching():
-                for prompt, option in zip(requests.prompts, requests.options, strict=True):
-                    futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
+                hears = requests.hear or [None] * len(requests.prompts)
+                for prompt, option, hear in zip(requests.prompts, requests.options, hears, strict=True):
+                    futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end, hear))
                 completions = [future.result() for future in futures]  # every request has its own deadline
                 # After the answers: a server that was restarted meanwhile sampled some of them with other weights.
                 self.check_label(requests.end)
@@ -131,9 +165,17 @@ class ServerCore:
             for future in futures:
                 future.cancel()
 
-    def _complete_row(self, prompt: list[int], options: Mapping[str, Any], end: float) -> Completion:
+    def _complete_row(
+        self, prompt: list[int], options: Mapping[str, Any], end: float, hear: RowHear | None = None
+    ) -> Completion:
         body = {"model": self._model_name, "prompt": prompt, "return_token_ids": True, "add_special_tokens": False}
-        answer = self._connections.ask("POST", "/v1/completions", body | options, end=end)
+        body |= {**options, "stream": hear is not None}
+        if hear is None:
+            answer = self._connections.ask("POST", "/v1/completions", body, end=end)
+        else:
+            pieces = _Pieces(hear)
+            self._connections.ask("POST", "/v1/completions", body, end=end, each=pieces.add)
+            answer = pieces.answer
         if not answer.get("choices"):  # a server whose engine ends may still answer, with nothing or with an error
             raise RolloutError(f"VLLMEngine: {self.url}/v1/completions must answer with choices: got {answer!r:.300}.")
         choice = answer["choices"][0]

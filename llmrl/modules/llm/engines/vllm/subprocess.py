@@ -37,6 +37,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     LoadedAdapter,
     LogitTemperature,
     NothingLoadedError,
+    Progress,
     Requests,
     completion_of_output,
 )
@@ -96,7 +97,10 @@ class SubprocessCore:
     def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt: each is a request that joins the running batch."""
         prompts, end, phase = requests.prompts, requests.end, f"{requests.phase} {len(requests.prompts)} rows"
-        params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
+        heard = requests.hear is not None
+        params = [
+            self._make_request(heard=heard, **{"detokenize": "stop" in option, **option}) for option in requests.options
+        ]
         call = _Call(requests, params)
         with self._temperature.held(requests.temperature, requests.phase, end):
             outputs = self._wait(lambda: self._outputs(call), phase, end)
@@ -123,7 +127,13 @@ class SubprocessCore:
         media = None if call.requests.media is None else call.requests.media[row]
         prompt = prompt_of(self.llm, call.requests.prompts[row], media, call.requests.version)
         outputs = self.llm.generate(prompt, call.params[row], name, lora_request=self._adapter.request)
-        return [output async for output in outputs][-1]
+        progress = Progress(None if call.requests.hear is None else call.requests.hear[row])
+        wanted, last = True, None
+        async for output in outputs:
+            last = output
+            if wanted and not (wanted := progress.tell(output)):
+                await self.llm.abort(name)  # it ends with one more output
+        return last
 
     def abort(self) -> int:
         """Ends the rows being sampled, with the ids so far, and waits for their end. Returns the number of requests."""
