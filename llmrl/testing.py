@@ -18,7 +18,7 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.envs.llm.chat import answered
 from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
-from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.base import Engine, Generation, Hear, SamplingParams, StopReason
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.vision import image_processor_class, model_class
 
@@ -240,6 +240,7 @@ class FakeEngine(Engine):
 
     answers  strings or int64[R] id rows, used in order across rows and calls, cyclically; or a function from prompt ids
              int64[P] to a string or ids. A string is tokenised and ended with the end-of-sequence id
+    streams  tells of its ids one by one, see `Engine`
     Stores   ``prompts``: every prompt received, in order; ``seeds``: the seeds of the last call; ``weights``: the last
              weights received
 
@@ -258,7 +259,9 @@ class FakeEngine(Engine):
         *,
         tokenizer: PreTrainedTokenizerFast | None = None,
         eos_token_ids: Sequence[int] = (),
+        streams: bool = False,
     ) -> None:
+        self.streams = streams
         if not callable(answers) and not len(answers):
             raise ConfigError("FakeEngine: there must be at least one answer: got none.")
         self.tokenizer = tokenizer
@@ -272,13 +275,20 @@ class FakeEngine(Engine):
         self._known: dict[tuple[int, frozenset[int], int], tuple[Tensor, Tensor, StopReason]] = {}
 
     def generate(
-        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        hear: Hear | None = None,
     ) -> Generation:
         """Returns the next answers, cut at ``max_new_tokens`` and after the first stop id."""
         self.prompts.extend(prompts)
         self.seeds = None if seeds is None else list(seeds)
         stops = frozenset((*self.eos_token_ids, *params.stop_token_ids))
         rows = [self._answer(prompt, stops, params.max_new_tokens) for prompt in prompts]
+        if hear is not None:
+            rows = [_heard(answer, row, hear) for row, answer in enumerate(rows)]
         ids, log_probs, reasons = ([row[part] for row in rows] for part in range(3))
         plain = [2 * row for row in log_probs] if params.truncates else None
         return Generation(ids, log_probs, plain, reasons, self.version)
@@ -319,6 +329,15 @@ class FakeEngine(Engine):
             raise ConfigError("FakeEngine: string answers need tokenizer=.")
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return torch.tensor([*ids, self.tokenizer.eos_token_id], dtype=torch.int64)
+
+
+def _heard(answer: tuple[Tensor, Tensor, StopReason], row: int, hear: Hear) -> tuple[Tensor, Tensor, StopReason]:
+    """The answer as far as it is wanted."""
+    ids, log_probs, _ = answer
+    for place, (token, log_prob) in enumerate(zip(ids.tolist(), log_probs.tolist(), strict=True), start=1):
+        if not hear(row, [token], [log_prob]):
+            return ids[:place], log_probs[:place], StopReason.ABORT
+    return answer
 
 
 def _cut_answer(ids: Tensor, stops: frozenset[int], limit: int) -> tuple[Tensor, Tensor, StopReason]:

@@ -28,7 +28,7 @@ def check(name: str, python: Path) -> str:
     """Runs one check; returns what was compared, in words. Raises AssertionError for what differs."""
     tokenizer = tiny_tokenizer()
     is_agent = name.startswith("agents")
-    engine: Any = FakeEngine(AGENT, tokenizer=tokenizer) if is_agent else tiny_engine(tokenizer)
+    engine: Any = FakeEngine(AGENT, tokenizer=tokenizer, streams=True) if is_agent else tiny_engine(tokenizer)
     params = SamplingParams(max_new_tokens=64 if is_agent else 12)
     with RecordingEndpoint(engine, tokenizer, params=params, train="all") as endpoint:
         key = endpoint.begin()
@@ -40,6 +40,8 @@ def check(name: str, python: Path) -> str:
     assert len(calls) == len(seen), f"{len(calls)} calls were recorded: the client saw {len(seen)}"
     for turn, saw in zip(calls, seen, strict=True):
         text = tokenizer.decode(turn.ids, skip_special_tokens=True)
+        if "stop" in saw:  # which ends the text, and is in the ids
+            text = text.partition(saw["stop"])[0]
         have = {"text": text, "ids": turn.ids.tolist(), "count": len(turn.ids)}
         for field in have.keys() & saw.keys():
             assert saw[field] == have[field], f"{field}: the client saw {saw[field]!r}: recorded {have[field]!r}"

@@ -45,7 +45,7 @@ def openai_chat() -> list[dict[str, Any]]:
         messages = [*messages, {"role": "assistant", "content": saw["text"]}, QUESTION]
     given = {"model": "m", "messages": messages, "stop": ["a"], "n": 2, "extra_body": IDS}
     for choice in client.chat.completions.create(**given).choices:
-        seen.append({"text": choice.message.content or "", "ids": choice.token_ids})
+        seen.append({"text": choice.message.content or "", "ids": choice.token_ids, "stop": "a"})
     return seen
 
 

@@ -97,7 +97,7 @@ def trained_texts(rows):
 @KINDS
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_with_a_tool_is_one_row_of_the_sampled_ids(kind, stream):
-    engine = FakeEngine([CALL, "It is 4."], tokenizer=TOKENIZER)
+    engine = FakeEngine([CALL, "It is 4."], tokenizer=TOKENIZER, streams=stream)
     with RecordingEndpoint(engine, TOKENIZER) as endpoint:
         client = kind(endpoint, key := endpoint.begin())
         messages = [{"role": "user", "content": "2+2?"}]
