@@ -111,6 +111,7 @@ class Endpoint:
         ]
         app, uvicorn = _starlette("applications").Starlette(routes=routes), require("uvicorn", **_EXTRA)
         settings: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+        settings |= {"access_log": False, "proxy_headers": False, "ws": "none"}  # each would cost every request time
         # Longer than clients keep an idle connection (5 s is usual): a request must not meet the end of its connection.
         settings["timeout_keep_alive"] = 60
         self._server = uvicorn.Server(uvicorn.Config(app, **settings))
@@ -221,7 +222,7 @@ class Endpoint:
         """Starts an answer; or the one that is under way or was given, if a client repeats its request."""
         name = request.headers.get("idempotency-key", "")
         repeats = request.headers.get(_RETRY_HEADER, "0") != "0"
-        place = (key, session, request.url.path)
+        place = (key, session, request.scope["path"])
         same = (*place, name) if name else (*place, "", str(hash(body)))
         if (name or repeats) and (known := self._answers.get(same)) is not None and not known.failed:
             self.counters["replayed"] += 1
