@@ -164,15 +164,15 @@ def test_what_is_heard_while_it_is_sampled_is_the_answer_and_a_row_that_is_not_w
         return row != 1 or len(heard[1][0]) < 5
 
     assert case.engine.streams
-    given = {"params": SamplingParams(max_new_tokens=300, ignore_eos=True), "seeds": [1, 2, 3]}
+    given = {"params": SamplingParams(max_new_tokens=120, ignore_eos=True), "seeds": [1, 2, 3]}
     whole = case.engine.generate(make_prompts(3), **given)
     drawn = case.engine.generate(make_prompts(3), **given, hear=hear)
     for row, ((ids, log_probs), expected) in enumerate(zip(heard, whole.ids, strict=True)):
         assert drawn.ids[row].tolist() == expected[: len(drawn.ids[row])].tolist()
         assert ids == drawn.ids[row][: len(ids)].tolist()
         assert torch.allclose(torch.tensor(log_probs), drawn.log_probs[row][: len(ids)], atol=1e-6)
-    assert [len(ids) for ids, _ in heard[::2]] == [300, 300]
-    assert 5 <= len(heard[1][0]) <= len(drawn.ids[1]) < 300
+    assert [len(ids) for ids, _ in heard[::2]] == [120, 120]
+    assert 5 <= len(heard[1][0]) <= len(drawn.ids[1]) < 120
     assert drawn.stop_reasons == [StopReason.LENGTH, StopReason.ABORT, StopReason.LENGTH]
 
 

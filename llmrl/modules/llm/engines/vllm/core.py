@@ -217,9 +217,13 @@ class Progress:
         if self._hear is None or output is None:
             return True
         answer = output.outputs[0]
-        ids, first = list(answer.token_ids), self._num_heard
+        ids, first, log_probs = list(answer.token_ids), self._num_heard, answer.logprobs
+        if first == len(ids):
+            return True
         self._num_heard = len(ids)
-        return first == len(ids) or self._hear(ids[first:], _of_tokens(answer.logprobs, ids, first=first))
+        # An output holds the list that vLLM goes on writing: it may be ahead of the ids.
+        log_probs = log_probs if len(log_probs) == len(ids) else log_probs[: len(ids)]
+        return self._hear(ids[first:], _of_tokens(log_probs, ids, first=first))
 
 
 def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:
