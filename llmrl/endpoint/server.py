@@ -25,7 +25,7 @@ from llmrl.endpoint.messages import CountTokensRequest, MessagesRequest
 from llmrl.endpoint.responses import ResponsesRequest
 from llmrl.endpoint.streams import CertainText, Listener
 from llmrl.envs.llm.tool_calls import call_format
-from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, ShapeError, TemplateError
+from llmrl.errors import ConfigError, DataError, DeadlineError, LLMRLError, RolloutError, ShapeError, TemplateError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
 from llmrl.modules.llm.engines.base import StopReason
 from llmrl.optional import require
@@ -79,7 +79,8 @@ class Endpoint:
     max_body     bytes of the largest request
     concurrency  answers that are sampled at the same time; further requests wait
 
-    Raises  MissingDependencyError without the extra "serve"; DeadlineError if the server does not start
+    Raises  MissingDependencyError without the extra "serve"; ConfigError for a port in use; DeadlineError if the server
+            does not start
     """
 
     fixed = False  # True: requests cannot change the sampling distribution
@@ -115,7 +116,13 @@ class Endpoint:
         # Longer than clients keep an idle connection (5 s is usual): a request must not meet the end of its connection.
         settings["timeout_keep_alive"] = 60
         self._server = uvicorn.Server(uvicorn.Config(app, **settings))
-        self._socket = socket.create_server((host, port))
+        try:
+            self._socket = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Endpoint: must be able to listen at {host}:{port}: {error.strerror or error}; end what listens "
+                "there, or choose another port (0: a free one)."
+            ) from None
         # Connections take this from it. Without it an answer's body waits 40 ms for the client to confirm its headers:
         # asyncio sets it only for sockets that were made with the protocol's number.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,7 +137,8 @@ class Endpoint:
             time.sleep(0.005)
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:  # uvloop's where it exists
+            runner.run(self._server.serve(sockets=[self._socket]))
 
     def __enter__(self) -> Self:
         return self

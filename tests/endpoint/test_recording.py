@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmrl.endpoint import RecordingEndpoint
-from llmrl.errors import DataError
+from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
@@ -228,6 +228,12 @@ def test_keys_bodies_and_distributions_of_others_are_refused_or_overridden(endpo
     endpoint.finish(key, 0.0)
     with pytest.raises(openai.AuthenticationError):
         client.chat.completions.create(model="m", messages=[ask("late")])
+
+
+def test_a_port_in_use_is_named(endpoint_of):
+    port = int(endpoint_of(FakeEngine(["a"], tokenizer=TOKENIZER)).url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: .*in use.*choose another port"):
+        endpoint_of(FakeEngine(["a"], tokenizer=TOKENIZER), port=port)
 
 
 def test_a_request_that_is_repeated_gets_the_same_answer(endpoint_of):
