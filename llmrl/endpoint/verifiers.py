@@ -84,6 +84,9 @@ class VerifiersOptions(Settings):
             raise ValueError(
                 f"config must not have {taken[0]}: it is the option {'env' if taken[0] == 'id' else taken[0]}"
             )
+        if self.renderer is not None and self.renderer.get("name", "auto") == "auto":
+            # It goes by the model's name, and falls back to one without tools.
+            raise ValueError("renderer must name one of the package renderers, such as qwen3 or default: got auto")
         unknown = sorted((self.eval or {}).keys() - {"select", "taskset"})
         if unknown or {"id", "task"} & (self.eval or {}).get("taskset", {}).keys():
             raise ValueError(

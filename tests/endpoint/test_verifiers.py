@@ -122,6 +122,8 @@ def rollouts_of():
         ({"taskset": {"split": "train"}}, "taskset must name one"),
         ({"taskset": "a", "config": {"taskset": {}}}, "config must not have taskset: it is the option taskset"),
         ({"taskset": "a", "config": {"id": "user_sim"}}, "it is the option env"),
+        ({"taskset": "a", "renderer": "auto"}, "renderer must name one"),
+        ({"taskset": "a", "renderer": {"tool_parser": "qwen3"}}, "renderer must name one"),
         ({"taskset": "a", "eval": {"limit": 3}}, "eval must have select and taskset"),
         ({"taskset": "a", "eval": {"taskset": {"id": "b"}}}, "eval must have select and taskset"),
     ],
