@@ -266,7 +266,9 @@ def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
 
 def test_transformers_samples_as_many_rows_at_once_as_a_gpu_has_memory_for(monkeypatch):
     """Qwen2.5 7B: 28 layers of 2 x 512 values in float32, 114,688 bytes per token; rows of 4096 tokens, .44 GiB."""
-    config = grpo(prompts_per_step=64, group_size=16, parallel={"mode": "fsdp2"}, sampling={"max_tokens": 3072})
+    config = grpo(
+        dtype="bfloat16", prompts_per_step=64, group_size=16, parallel={"mode": "fsdp2"}, sampling={"max_tokens": 3072}
+    )
     lengths, shape = RowLengths((4096,)), shape_of("7B")
     row = 4096 * 28 * 1024 * 4
     found = {}
@@ -283,7 +285,6 @@ def test_transformers_samples_as_many_rows_at_once_as_a_gpu_has_memory_for(monke
     session = SimpleNamespace(device=torch.device("cuda"), world_size=8)
     monkeypatch.setattr(memory, "find_gpu", lambda *place: parse_gpu("80:8"))
     monkeypatch.setattr(memory, "model_shape", lambda model: shape)
-    config.dtype = "bfloat16"
     assert cached_tokens(config, None, session, lengths) == 4096 * found["80:8"]
     assert cached_tokens(grpo(rollout={"engine": "vllm"}), None, session, lengths) is None
 
