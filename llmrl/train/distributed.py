@@ -235,11 +235,12 @@ class Session:
         sizes = torch.tensor([len(message) for message in messages], device=self.device)
         their_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(their_sizes, sizes)
-        bytes_sent = bytearray(b"".join(messages))
-        joined = torch.tensor(memoryview(bytes_sent) if bytes_sent else (), dtype=torch.uint8, device=self.device)
+        joined = torch.empty(0, dtype=torch.uint8)
+        if any(messages):
+            joined = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
         coming = their_sizes.tolist()
         received = torch.empty(sum(coming), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(received, joined, coming, sizes.tolist())
+        dist.all_to_all_single(received, joined.to(self.device), coming, sizes.tolist())
         return [part.numpy().tobytes() for part in received.cpu().split(coming)]
 
     @contextmanager
