@@ -156,9 +156,10 @@ class CallGraph:
         keys, parent = [identity(message) for message in messages], None
         with self._lock:
             place = self._next(0, ("tools", session, repr(tools)))
+            places = self._places
             for key in keys:
                 parent = self._answered.get(place, parent)
-                place = self._next(place, key)
+                place = places.setdefault((place, key), len(places) + 1)  # `_next`, for all messages of each request
         return place, parent
 
     def _next(self, place: int, key: Any) -> int:
