@@ -31,6 +31,7 @@ _EXTRAS = {
     "h5py": ("h5", "buffers and datasets in HDF5"),
     "minari": ("minari", "the datasets of Minari"),
     "mcp": ("mcp", "MCP tools"),
+    "websockets": ("openenv", "environments of OpenEnv"),
     "uvicorn": ("serve", "llmrl serve and agents behind an endpoint"),
     "playwright": ("browser", "the browser tool"),
     "math_verify": ("math", "symbolic answer checks"),

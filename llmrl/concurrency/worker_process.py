@@ -28,7 +28,7 @@ from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 START_S = 120.0  # for imports, on a busy machine
 WAIT_S = 600.0  # for other callers to return a process
 _BOOT = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import json, runpy, sys; own, more = json.loads(sys.argv.pop(1)); sys.path[:] = (own or sys.path) + more; "
     "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
 
@@ -88,19 +88,30 @@ class WorkerPool:
 
 
 class WorkerProcess:
-    """One process; ``stop`` kills it and all processes that it started."""
+    """One process; ``stop`` kills it and all processes that it started.
 
-    def __init__(self, command: Sequence[str], *, who: str, quiet: bool):
+    ``python``: another interpreter, whose packages come before those of this process; None: this one
+    """
+
+    def __init__(self, command: Sequence[str], *, who: str, quiet: bool, python: str | None = None):
         self._who = who
         self._received = bytearray()
         read_requests, self._requests = os.pipe()
         self._replies, write_replies = os.pipe()
         read_owner, self._owner = os.pipe()  # nothing is ever written to it: it ends when this process does
         output = subprocess.DEVNULL if quiet else None
-        path = json.dumps([str(entry) for entry in sys.path])
+        path = [str(entry) for entry in sys.path]
+        path = json.dumps([path, []] if python is None else [[], path])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, path, *command, *map(str, (read_owner, read_requests, write_replies))],
+                [
+                    python or sys.executable,
+                    "-c",
+                    _BOOT,
+                    path,
+                    *command,
+                    *map(str, (read_owner, read_requests, write_replies)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -10,13 +10,17 @@ from typing import Any
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
 from llmrl.endpoint.verifiers import verifiers_rows
 from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.options import keywords_of
 from llmrl.envs.llm.tasks.countdown import CountdownEnv
 from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
+from llmrl.envs.llm.tasks.episodes import EpisodeEnv
 from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.envs.llm.tasks.ifeval import IFEvalEnv
 from llmrl.envs.llm.tasks.math import MATHEnv
+from llmrl.envs.llm.tasks.openenv import OpenEnvEnv
 from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.llm.tasks.task import TaskEnv
+from llmrl.envs.llm.tasks.text_env import GEMEnv, TextArenaEnv, TextEnv
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 from llmrl.train.settings.types import VERIFIERS
@@ -24,7 +28,8 @@ from llmrl.train.settings.types import VERIFIERS
 Row = Mapping[str, Any]
 
 _PUBLIC: dict[str, type[TaskEnv]] = {"gsm8k": GSM8KEnv, "math": MATHEnv, "countdown": CountdownEnv, "ifeval": IFEvalEnv}
-_PUBLIC["reasoning_gym"] = ReasoningGymEnv
+_PUBLIC |= {"reasoning_gym": ReasoningGymEnv, "openenv": OpenEnvEnv}
+_PUBLIC |= {each.NAME: each for each in (TextEnv, GEMEnv, TextArenaEnv)}
 # Keywords that a recipe passes to an environment.
 _FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")
 _FROM_RECIPE += ("rank", "world_size")
@@ -51,6 +56,11 @@ def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
 def is_task(maker: Callable[..., DatasetChatEnv]) -> bool:
     """True for a `TaskEnv`, whose class methods give its rows and its reward without an environment."""
     return inspect.isclass(maker) and issubclass(maker, TaskEnv)
+
+
+def has_episodes(maker: Callable[..., DatasetChatEnv]) -> bool:
+    """True for an `EpisodeEnv`, whose prompts are known when its conversations begin."""
+    return inspect.isclass(maker) and issubclass(maker, EpisodeEnv)
 
 
 def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_reward: bool) -> None:
@@ -110,9 +120,7 @@ def env_rows(
         return verifiers_rows(options or {}, split=split)
     maker = env_maker(name)
     if is_task(maker):
-        asked = inspect.signature(maker.rows).parameters.keys() - {"dataset", "name", "split"}
-        given = {option: value for option, value in (options or {}).items() if option in asked}
-        return maker.rows(dataset, name=config, split=split, **given)
+        return maker.rows(dataset, name=config, split=split, **keywords_of(maker.rows, options or {}))
     if dataset is None:
         return EMBEDDED_TASKS[name].problems(split)
     return load_rows(dataset, split=split, name=config)
@@ -128,6 +136,8 @@ def _keywords(maker: Callable[..., DatasetChatEnv]) -> tuple[list[str], bool]:
     # A signature with **options does not show the names that it passes on: read the constructors of base classes too.
     known: list[str] = []
     calls = [base.__init__ for base in maker.__mro__ if "__init__" in vars(base)] if inspect.isclass(maker) else [maker]
+    if has_episodes(maker):  # these get its options
+        known += [name for call in (maker.rows, maker.turns) for name in inspect.signature(call).parameters]
     for call in calls:
         parameters = inspect.signature(call).parameters.values()
         known += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -20,6 +20,7 @@ from llmrl.data.llm.rows import read_prompt
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.endpoint.verifiers import verifiers_about
 from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.options import keywords_of
 from llmrl.envs.llm.rewards.judge import JudgeReward
 from llmrl.envs.llm.tasks.embedded import EMBEDDED_TASKS
 from llmrl.envs.llm.tasks.reasoning_gym import ReasoningGymEnv
@@ -35,7 +36,7 @@ from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.optional import check_installed
 from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
-from llmrl.train.environments import env_maker, env_rows, is_file, is_task
+from llmrl.train.environments import env_maker, env_rows, has_episodes, is_file, is_task
 from llmrl.train.mixed_env import SOURCE, MixedEnv
 from llmrl.train.settings.environment import EnvSettings, EvalSettings, SetSettings, SourceSettings, TaskSettings
 from llmrl.train.settings.types import VERIFIERS
@@ -133,12 +134,14 @@ class Task:
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
         """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others;
-        the lengths of those that fit, in tokens, none of an agent's.
+        the lengths of those that fit, in tokens: none of an agent's, nor of episodes, which are known when they begin.
 
         Raises  DataError that names the first row that does not fit, if ``too_long`` is "error"
         """
         if self.settings.agent is not None:  # which makes its prompts itself
             _check_agent_rows(rows, "env.dataset")
+            return list(rows), 0, []
+        if self._has_episodes:
             return list(rows), 0, []
         limit, lengths = self.settings.max_prompt_tokens, self._prompt_lengths(rows)
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
@@ -155,11 +158,13 @@ class Task:
         return kept, len(rows) - len(kept), [length for length in lengths if length <= limit]
 
     def longest_prompt(self, rows: Sequence[Row]) -> int:
-        """The length of the longest prompt of these rows, in tokens; 0 without rows, and for an agent's. Raises
+        """The length of the longest prompt of these rows, in tokens; 0 where `fit_prompts` gives no lengths. Raises
         DataError for images that a reward cannot read, and TemplateError for images that the model cannot read.
         """
         if self.settings.agent is not None:
             _check_agent_rows(rows, "eval.dataset")
+            return 0
+        if self._has_episodes:
             return 0
         return max(self._prompt_lengths(rows), default=0) if rows else 0
 
@@ -215,21 +220,25 @@ class Task:
         """The tool transform, of which each environment has a copy; None without tools."""
         return next((transform for transform in self._acting if isinstance(transform, ToolTransform)), None)
 
-    def about(self, settings: EvalSettings) -> str:
-        """What a task says of itself in the plan; "" for most."""
+    def about(self, settings: EvalSettings, at_once: int) -> str:
+        """What a task says of itself in the plan of a run with ``at_once`` conversations at a time; "" for most."""
         env, maker = self.settings, env_maker(self.settings.name)
         if env.name == VERIFIERS:
             return verifiers_about(env.options)
         if env.agent is not None or not is_task(maker):
             return ""
-        options = env.options if env.dataset is None else {}
-        return maker.about(None if settings.dataset else settings.split, **options)
+        options = env.options if env.dataset is None or self._has_episodes else {}
+        return maker.about(None if settings.dataset else settings.split, at_once=at_once, **options)
 
     @property
     def reward_weights(self) -> dict[NestedKey, float]:
         """The column of each reward function that counts, and its weight."""
         rewards = [reward for reward in self._planned if isinstance(reward, RewardFunction)]
         return {("next", f"reward_{reward.name}"): reward.weight for reward in rewards if reward.weight}
+
+    @property
+    def _has_episodes(self) -> bool:
+        return has_episodes(env_maker(self.settings.name))
 
     def _asking(self, rows: Sequence[Row], transforms: Iterable[Transform], **options: Any) -> DatasetChatEnv:
         settings, maker = self.settings, env_maker(self.settings.name)
@@ -248,20 +257,30 @@ class Task:
     @cached_property
     def _acting(self) -> list[Transform]:
         """The transforms that answer the policy: tools, then the user."""
-        settings = self.settings
+        settings, maker = self.settings, env_maker(self.settings.name)
         acting: list[Transform] = []
-        if settings.tools:
-            named = [{tool: None} if isinstance(tool, str) else tool for tool in settings.tools]
+        named = [{tool: None} if isinstance(tool, str) else tool for tool in settings.tools]
+        tools, turns, limits = [load_tool(name, options) for tool in named for name, options in tool.items()], None, {}
+        if self._has_episodes:
+            acting_tools, turns = maker.turns(**keywords_of(maker.turns, settings.options))
+            if acting_tools and settings.max_turns < 2:
+                raise ConfigError(f"env.max_turns: {settings.label} acts by tools and needs at least 2: got 1.")
+            tools += acting_tools
+            limits = {"max_result_chars": turns.max_chars}
+        if tools:
             acting.append(
                 ToolTransform(
-                    [load_tool(name, options) for tool in named for name, options in tool.items()],
+                    tools,
                     format=settings.tool_format,
                     timeout_s=settings.tool_timeout_s,
-                    end_without_call=settings.user is None,
+                    end_without_call=settings.user is None and (turns is None or not turns.by_text),
                     declare=settings.declare_tools,
                     tokenizer=self.tokenizer,
+                    **limits,
                 )
             )
+        if turns is not None:
+            acting.append(turns)
         if settings.user:
             acting.append(UserTurn(load_function(settings.user, what="user"), retries=settings.retries))
         return acting

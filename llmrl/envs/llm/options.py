@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,13 @@ class ToolOptions:
         check_at_least("ToolTransform", 1, **limits)
 
 
-def keywords_of(receiver: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``given`` that the constructor accepts."""
+def keywords_of(receiver: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``given`` that the constructor, or the function, accepts."""
     names = inspect.signature(receiver).parameters
     return {name: value for name, value in given.items() if name in names and name not in ("self", "options")}
 
 
-def split_keywords(given: Mapping[str, Any], who: str, *receivers: type) -> list[dict[str, Any]]:
+def split_keywords(given: Mapping[str, Any], who: str, *receivers: Callable[..., Any]) -> list[dict[str, Any]]:
     """`keywords_of` each constructor. Raises ConfigError, suggesting a close name, for one that none of them accepts.
 
     >>> split_keywords({"max_tool_turns": 3}, "MyTools", ToolOptions)

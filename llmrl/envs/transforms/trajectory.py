@@ -233,3 +233,12 @@ class StepCounter(Transform):
 
     def __repr__(self) -> str:
         return f"StepCounter(max_steps={self.max_steps})"
+
+
+def at_last_step(env: Any, td: TensorDictBase) -> Tensor:
+    """Rows of time t that a `StepCounter` of ``env`` ends with this step, bool[B]; of no env: none."""
+    ends_B = torch.zeros(td.batch_size.numel(), dtype=torch.bool, device=td.device)
+    for counter in () if env is None else env.transform.leaves():
+        if isinstance(counter, StepCounter) and counter.max_steps is not None:
+            ends_B = ends_B | (td.get(counter.step_count_key).flatten() + 1 >= counter.max_steps)
+    return ends_B

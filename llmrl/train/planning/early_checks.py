@@ -41,6 +41,8 @@ def check_packages(config: ModelSource) -> None:
         needed["torchao"] = ("optim.name", config.optim.name, "optim")
     if any(task.name == "reasoning_gym" for task in _tasks(config)):
         needed["reasoning_gym"] = ("env.name", "reasoning_gym", "reasoning")
+    if any(task.name == "openenv" for task in _tasks(config)):
+        needed["websockets"] = ("env.name", "openenv", "openenv")
     if isinstance(config, GRPOConfig):
         if config.rollout.ray:
             needed["ray"] = ("rollout.ray", config.rollout.ray, "ray")

@@ -216,7 +216,6 @@ def prepare_grpo(
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
     check_columns(load_algorithm(config.algorithm or config.ALGORITHM)[0], prompts)
-    agent = config.env.agent
     # Messages of tools and users have no known length: they are taken to be as long as the longest answers.
     most = (2 * config.env.max_turns - 1) * config.sampling.max_tokens
     held_out = task.measured(config.eval).scored(eval_rows(config.env, config.eval) or ())
@@ -227,11 +226,11 @@ def prepare_grpo(
         check_critic(config, empty, task.processor, runs=runs)
     context = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (config.env.max_conversation_tokens, context) if limit is not None]
-    if agent is None:
-        rows = tuple(min(length + most, *limits) if limits else length + most for length in tokens)
-    else:  # its conversations are taken to be as long as they may be
-        rows = (min(limits, default=longest_row(config)),) * len(prompts)
-    lengths = RowLengths(rows, alike=config.group_size, prompts=tuple(tokens))
+    rows = tuple(min(length + most, *limits) if limits else length + most for length in tokens)
+    # Conversations of an agent, and those that begin with an observation, are taken to be as long as they may be.
+    unknown = len(prompts) - len(tokens)
+    rows += (min(limits, default=longest_row(config)),) * unknown
+    lengths = RowLengths(rows, alike=config.group_size, prompts=() if unknown else tuple(tokens))
     longest_held_out = task.measured(config.eval).longest_prompt(held_out)
     engine = plan_engine(source, session, longest_held_out, empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
@@ -305,7 +304,7 @@ def _grpo_plan(
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_sources(config, task, prepared),
         *_agent(config),
-        *([("env", about)] if (about := task.about(config.eval)) else []),
+        *([("env", about)] if (about := task.about(config.eval, _at_once(config, num_eval))) else []),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
         *_sets(config, task, prepared),
         *_curriculum(config),
@@ -375,9 +374,19 @@ def _sources(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:
             text += f" · {share * config.steps * config.prompts_per_step / len(own):.2f} epochs"
         text += f" · {measured[source.label]} problems measured" if source.label in measured else ""
         rows += [("source", text), *_tools_and_user(part)]
-        if about := part.about(config.eval.model_copy(update={"dataset": source.eval_dataset})):
+        asked = config.eval.model_copy(update={"dataset": source.eval_dataset})
+        if about := part.about(asked, _at_once(config, len(prepared.held_out))):
             rows.append(("env", about))
     return rows
+
+
+def _at_once(config: GRPOConfig, num_eval: int) -> int:
+    """The most conversations of a run at a time: those that are sampled ahead go on during evaluations."""
+    settings, prompts = config.rollout, config.prompts_per_step
+    ahead = settings.max_staleness * prompts + math.ceil(settings.oversample * prompts)
+    measured = min(num_eval, config.eval.batch_size)
+    trained = config.group_size * (prompts + ahead)
+    return trained + measured if ahead else max(trained, measured)
 
 
 def _sets(config: GRPOConfig, task: Task, prepared: PreparedGRPO) -> Rows:

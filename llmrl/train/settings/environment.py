@@ -15,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
 from llmrl.settings import Settings
-from llmrl.train.settings.types import EMBEDDED, VERIFIERS, EnvName, FormatName, FunctionName, ToolName
+from llmrl.train.settings.types import EMBEDDED, EPISODES, VERIFIERS, EnvName, FormatName, FunctionName, ToolName
 
 _ALL = {"train": "all"}  # each branch of a trace is a row
 
@@ -112,11 +112,12 @@ class TaskSettings(Settings):
     name: EnvName = Field(
         "chat",
         description="sums, big_sums, colours, arithmetic: embedded tasks; gsm8k, math, countdown, ifeval, "
-        "reasoning_gym: with their prompts and rewards; verifiers: tasks of that package; chat: your own dataset and "
-        "reward; my_pkg.envs:MyEnv: your own class",
+        "reasoning_gym: with their prompts and rewards; openenv, textarena, gem, text_env: environments with "
+        "reset and step; verifiers: tasks of that package; chat: your own dataset and reward; my_pkg.envs:MyEnv: your "
+        "own class",
     )
     options: dict[str, Any] = Field(
-        {}, description="arguments of your own environment, of reasoning_gym or of verifiers, by name"
+        {}, description="arguments of your own environment, of reasoning_gym, verifiers, or of one with reset and step"
     )
     agent: AgentSettings | None = Field(
         None,
@@ -197,7 +198,7 @@ class TaskSettings(Settings):
 
     @property
     def _takes_options(self) -> bool:
-        return ":" in self.name or self.name in ("reasoning_gym", VERIFIERS)
+        return ":" in self.name or self.name in ("reasoning_gym", VERIFIERS, *EPISODES)
 
     @property
     def _has_reward(self) -> bool:

@@ -15,7 +15,8 @@ from llmrl.text_files import why_not_text
 
 EMBEDDED = ("sums", "big_sums", "colours", "arithmetic")  # tasks whose problems come with the package
 VERIFIERS = "verifiers"  # its tasks are played by an agent: see `llmrl.endpoint.verifiers`
-ENVIRONMENTS = (*EMBEDDED, "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", VERIFIERS, "chat")
+EPISODES = ("openenv", "textarena", "gem", "text_env")  # environments with reset and step
+ENVIRONMENTS = (*EMBEDDED, "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", *EPISODES, VERIFIERS, "chat")
 ENGINES = ("transformers", "vllm")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")

@@ -149,7 +149,7 @@ class ReasoningGymEnv(TaskEnv):
         return ReasoningGymReward(tokenizer=tokenizer, **options)
 
     @classmethod
-    def about(cls, eval_split: str | None, *, prompt: str | None = None, **options: Any) -> str:
+    def about(cls, eval_split: str | None, *, at_once: int, prompt: str | None = None, **options: Any) -> str:
         words = [f"reasoning-gym {package_version()}"]
         if options:
             items, eval_items = options.get("items", ITEMS), options.get("eval_items", EVAL_ITEMS)

@@ -90,8 +90,10 @@ class TaskEnv(DatasetChatEnv):
         return cls.SCORER(tokenizer=tokenizer)
 
     @classmethod
-    def about(cls, eval_split: str | None, **options: Any) -> str:
-        """What the plan of a run says of the task; ``eval_split`` is measured, ``options`` are the environment's."""
+    def about(cls, eval_split: str | None, *, at_once: int, **options: Any) -> str:
+        """What the plan of a run says of the task; ``eval_split`` is measured, ``options`` are the environment's, and
+        ``at_once`` the most conversations at a time.
+        """
         return ""
 
     @classmethod

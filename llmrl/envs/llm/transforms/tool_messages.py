@@ -7,6 +7,7 @@ the sampled ids before them stay unchanged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,12 @@ _SYSTEM, _QUESTION, _ANSWER = (
     {"role": role, "content": words} for role, words in (("system", "rule"), ("user", "question"), (_ANSWERS, "answer"))
 )
 _UNKNOWN_TURNS = 3
+_STAND_INS = re.compile("[\U000fe000-\U0010ffff]")  # the renderer represents control tokens by these
+
+
+def without_stand_ins(text: str) -> str:
+    """Text of a tool or an environment for a message, without characters that would become control tokens."""
+    return _STAND_INS.sub("\ufffd", text)
 
 
 def append_messages(

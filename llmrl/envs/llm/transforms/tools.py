@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +27,11 @@ from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.dataloading import primers_of
-from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
+from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers, without_stand_ins
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, tool_use_spec
 from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
-from llmrl.envs.transforms.trajectory import StepCounter
+from llmrl.envs.transforms.trajectory import at_last_step
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.columns import refuse_reserved
@@ -51,7 +50,6 @@ _RESERVED = {
     "tool_use": "the counts of its calls",
     "tool_calls": "its calls so far",
 }
-_STAND_INS = re.compile("[\U000fe000-\U0010ffff]")  # the renderer represents control tokens by these
 
 
 @dataclass
@@ -254,8 +252,7 @@ class ToolTransform(Transform):
         ]
         results = self.runner.run([call for _, call in owned]) if owned else []
         for (turn, _), result in zip(owned, results, strict=True):
-            # Stand-in characters in a result would become control tokens in the prompt.
-            content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
+            content = without_stand_ins(self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
             turn.messages.append({"role": role, "content": content, **name, "tool_call_id": result.call.id})
             turn.results.append(result)
@@ -309,11 +306,7 @@ class ToolTransform(Transform):
         over_B = next_td.get("done").flatten()
         if (done := td.get("done", None)) is not None:
             over_B = over_B | done.flatten()
-        leaves = () if self.container is None else self.container.transform.leaves()
-        for counter in leaves:
-            if isinstance(counter, StepCounter) and counter.max_steps is not None:
-                over_B = over_B | (td.get(counter.step_count_key).flatten() + 1 >= counter.max_steps)
-        return over_B
+        return over_B | at_last_step(self.container, td).to(over_B.device)
 
     def _end_conversations(self, next_td: TensorDictBase, called_B: Tensor, cut_B: Tensor, spent_B: Tensor) -> None:
         # Conversations that another limit already ended keep their flags.

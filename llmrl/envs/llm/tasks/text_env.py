@@ -1,0 +1,183 @@
+"""Text environments with ``reset`` and ``step``, in processes of their own: gymnasium, GEM (0.1), TextArena (0.7)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmrl.concurrency.worker_process import WorkerProcess
+from llmrl.envs.llm.options import keywords_of
+from llmrl.envs.llm.tasks import text_env_process
+from llmrl.envs.llm.tasks.episodes import EpisodeEnv
+from llmrl.envs.llm.transforms.episodes import EpisodeTurns, Observed
+from llmrl.errors import ConfigError, MissingDependencyError, RolloutError, WorkerError, check_at_least
+from llmrl.tools import Tool
+
+_NUMBERS = itertools.count()
+_GRACE_S = 1.0  # for a process that is late to be ended, before its episodes are given up
+
+
+class TextEnv(EpisodeEnv):
+    """Conversations with a text environment that ``factory`` makes: `turns` has the options.
+
+    The policy's text is the action, an observation the user's next message.
+    """
+
+    NAME: ClassVar[str] = "text_env"
+    FACTORY: ClassVar[str | None] = None  # of a package's environments, by env_id
+    PACKAGE: ClassVar[tuple[str, str]] = ("", "")  # its name, and its version that was tried
+
+    @classmethod
+    def turns(
+        cls,
+        *,
+        factory: str | None = None,
+        env_id: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        python: str | None = None,
+        processes: int = 1,
+        reward: str = "sum",
+        start_timeout_s: float = 60.0,
+        step_timeout_s: float = 60.0,
+        max_chars: int = 16000,
+    ) -> tuple[Sequence[Tool], EpisodeTurns]:
+        """The transform that keeps the episodes.
+
+        factory          "module:make", called with the ``arguments`` for each episode; or, of a package's, ``env_id``
+        python           the interpreter of the processes: of an environment that has the package; None: this one
+        processes        in which the environments are; one that is late takes those in its process with it
+        reward           "sum" or "last" of the rewards of an episode's steps
+        start_timeout_s  seconds for the first observation; step_timeout_s: for each further one
+        max_chars        of one observation; the middle of a longer one is cut, with a notice
+        """
+        given, other = (factory, env_id) if cls.FACTORY is None else (env_id, factory)
+        if not isinstance(given, str) or other is not None or (cls.FACTORY is None and ":" not in given):
+            form = "factory must be as my_games:make" if cls.FACTORY is None else "env_id must name an environment"
+            raise ConfigError(f"{cls.NAME}: env.options.{form}: got {given if other is None else other!r}.")
+        check_at_least(cls.NAME, 1, processes=processes)
+        hosts = [_Host(python) for _ in range(processes)]
+        named = {} if cls.FACTORY is None else {"env_id": env_id}
+        game = {"factory": cls.FACTORY or factory, "arguments": {**named, **(arguments or {})}}
+        places = itertools.count()
+        late = {"start_timeout_s": start_timeout_s + _GRACE_S, "step_timeout_s": step_timeout_s + _GRACE_S}
+
+        def close() -> None:
+            for host in hosts:
+                host.close()
+
+        turns = EpisodeTurns(
+            lambda: _Game(hosts[next(places) % processes], game, start_timeout_s, step_timeout_s),
+            reward=reward,
+            concurrency=processes,
+            max_chars=max_chars,
+            on_close=close,
+            **late,
+        )
+        return [], turns
+
+    @classmethod
+    def about(cls, eval_split: str | None, *, at_once: int, python: str | None = None, **options: Any) -> str:
+        """Starts one episode. Raises MissingDependencyError without the package, ConfigError if it cannot start."""
+        turns = cls.turns(python=python, **keywords_of(cls.turns, options))[1]
+        try:
+            game, (name, tried) = turns.make(), cls.PACKAGE
+            version = game.version(name) if name else None
+            if name and version is None:
+                raise MissingDependencyError(
+                    f"{name}: the package is not installed for {python or 'this Python'}: run pip install "
+                    f"{name}=={tried} there, or name the Python that has it in env.options.python.",
+                    name=name,
+                )
+            try:
+                first = game.start(seed=options.get("items_seed", 0))
+            except RolloutError as error:
+                raise ConfigError(f"{cls.NAME}: an episode must start: {error}") from error
+            told = f"{name} {version} · {options['env_id']}" if name else options["factory"]
+            return f"{told} · {turns.concurrency} process{'es' * (turns.concurrency > 1)} · begins {first.text[:60]!r}"
+        finally:
+            turns.close()
+
+
+class GEMEnv(TextEnv):
+    """Conversations with an environment of GEM, whose ``arguments`` are those of ``gem.make``."""
+
+    NAME, FACTORY, PACKAGE = "gem", "gem:make", ("gem-llm", "0.1.0")
+
+
+class TextArenaEnv(TextEnv):
+    """Conversations with a game of TextArena, whose ``arguments`` are those of `textarena_game.Game`."""
+
+    NAME, FACTORY, PACKAGE = "textarena", "llmrl.envs.llm.tasks.textarena_game:Game", ("textarena", "0.7.4")
+
+
+class _Host:
+    """One process, which is started when it is first asked, and again after it was lost."""
+
+    def __init__(self, python: str | None):
+        self._python = None if python is None else str(Path(python).expanduser())
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+        self.life = 0  # counts the processes: their environments are lost with them
+
+    def ask(self, kind: str, number: int, given: Any, timeout_s: float, life: int | None = None) -> Any:
+        end = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise RolloutError(f"text_env: the process was busy for {timeout_s:g} s.")
+        try:
+            if life is not None and life != self.life:
+                raise WorkerError("text_env: the process of this environment was lost.")
+            if self._worker is None:
+                try:
+                    self._worker = WorkerProcess(
+                        [text_env_process.__file__], who="text_env", quiet=True, python=self._python
+                    )
+                except OSError as error:
+                    raise ConfigError(f"text_env: env.options.python: {self._python}: {error}.") from error
+                self.life += 1
+            try:
+                (answer,) = self._worker.ask((kind, number, given), max(0.1, end - time.monotonic()))
+            except BaseException:
+                self._worker.stop()
+                self._worker = None
+                raise
+        finally:
+            self._lock.release()
+        if isinstance(answer, dict) and "failed" in answer:
+            raise RolloutError(answer["failed"])
+        return answer
+
+    def close(self) -> None:
+        with self._lock:
+            worker, self._worker = self._worker, None
+            self.life += 1
+        if worker is not None:
+            worker.stop()
+
+
+class _Game:
+    """An `Episode` in the process of a host."""
+
+    def __init__(self, host: _Host, game: Mapping[str, Any], start_timeout_s: float, step_timeout_s: float):
+        self._host, self._game = host, game
+        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+        self._number, self._life = next(_NUMBERS), math.inf
+
+    def version(self, package: str) -> str | None:
+        return self._host.ask("version", self._number, package, self._start_timeout_s)
+
+    def start(self, **row: Any) -> Observed:
+        seen = self._host.ask("start", self._number, {**self._game, "row": row}, self._start_timeout_s)
+        self._life = self._host.life
+        return Observed(**seen)
+
+    def step(self, text: str) -> Observed:
+        return Observed(**self._host.ask("step", self._number, text, self._step_timeout_s, self._life))
+
+    def close(self) -> None:
+        if self._life == self._host.life:
+            self._host.ask("close", self._number, None, self._step_timeout_s, self._life)
