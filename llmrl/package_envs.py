@@ -44,6 +44,9 @@ class Package:
 
 PACKAGES = {
     "verifiers": Package("verifiers", (0, 4), (0, 5), "verifiers.v1", "it needs openai<3 and mcp==2.0.0"),
+    "openenv": Package("openenv", (0, 10), (0, 11), "openenv.core", "it needs an mcp before 2"),
+    "gem": Package("gem-llm", (0, 1), (0, 2), "gem", "it needs reasoning-gym==0.1.23"),
+    "textarena": Package("textarena", (0, 7), (0, 8), "textarena", "its games bring packages of their own"),
 }
 
 

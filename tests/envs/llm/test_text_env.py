@@ -125,7 +125,9 @@ def test_what_cannot_be_played_is_told_before_the_run():
         GEMEnv.turns(factory="a:b")
     with pytest.raises(ConfigError, match=r"an episode must start: .*has no 'Tald'"):
         TextEnv.about(None, at_once=1, factory="tests.support.text_games:Tald")
-    with pytest.raises(MissingDependencyError, match=r"run pip install gem-llm==0.1.0 there, or name the Python"):
+    with pytest.raises(
+        MissingDependencyError, match=r"gem-llm is not installed for this Python: run llmrl env install gem"
+    ):
         GEMEnv.about(None, at_once=1, env_id="game:Wordle-v0-easy")
     assert TextEnv.about(None, at_once=1, factory=TOLD).startswith(f"{TOLD} · 1 process · begins 'Say a number. ")
 

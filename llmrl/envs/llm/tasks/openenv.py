@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+import os
 import re
 import shlex
 import socket
@@ -213,7 +214,7 @@ class OpenEnvServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        words = [word.replace("{port}", str(port)) for word in self._words]
+        words = [os.path.expanduser(word.replace("{port}", str(port))) for word in self._words]
         output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = ServerProcess(self.url, words, {"PORT": str(port)}, output, strictly=True)
         try:

@@ -16,6 +16,7 @@ from llmrl.envs.llm.tasks import text_env_process
 from llmrl.envs.llm.tasks.episodes import EpisodeEnv
 from llmrl.envs.llm.transforms.episodes import EpisodeTurns, Observed
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError, WorkerError, check_at_least
+from llmrl.package_envs import is_there, python_of
 from llmrl.tools import Tool
 
 _NUMBERS = itertools.count()
@@ -49,7 +50,8 @@ class TextEnv(EpisodeEnv):
         """The transform that keeps the episodes.
 
         factory          "module:make", called with the ``arguments`` for each episode; or, of a package's, ``env_id``
-        python           the interpreter of the processes: of an environment that has the package; None: this one
+        python           the interpreter of the processes: of an environment that has the package; None: that of
+                         ``llmrl env install``, or else this one
         processes        in which the environments are; one that is late takes those in its process with it
         reward           "sum" or "last" of the rewards of an episode's steps
         start_timeout_s  seconds for the first observation; step_timeout_s: for each further one
@@ -60,6 +62,8 @@ class TextEnv(EpisodeEnv):
             form = "factory must be as my_games:make" if cls.FACTORY is None else "env_id must name an environment"
             raise ConfigError(f"{cls.NAME}: env.options.{form}: got {given if other is None else other!r}.")
         check_at_least(cls.NAME, 1, processes=processes)
+        if python is None and cls.FACTORY is not None and is_there(cls.NAME):
+            python = str(python_of(cls.NAME))
         hosts = [_Host(python) for _ in range(processes)]
         named = {} if cls.FACTORY is None else {"env_id": env_id}
         game = {"factory": cls.FACTORY or factory, "arguments": {**named, **(arguments or {})}}
@@ -89,8 +93,8 @@ class TextEnv(EpisodeEnv):
             version = game.version(name) if name else None
             if name and version is None:
                 raise MissingDependencyError(
-                    f"{name}: the package is not installed for {python or 'this Python'}: run pip install "
-                    f"{name}=={tried} there, or name the Python that has it in env.options.python.",
+                    f"{cls.NAME}: {name} is not installed for {python or 'this Python'}: run llmrl env install "
+                    f"{cls.NAME}, or name a Python that has it in env.options.python ({name} {tried} was tried).",
                     name=name,
                 )
             try:
