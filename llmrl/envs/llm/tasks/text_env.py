@@ -140,7 +140,7 @@ class _Host:
                     self._worker = WorkerProcess(
                         [text_env_process.__file__], who="text_env", quiet=True, python=self._python
                     )
-                except OSError as error:
+                except (FileNotFoundError, PermissionError) as error:
                     raise ConfigError(f"text_env: env.options.python: {self._python}: {error}.") from error
                 self.life += 1
             try:
