@@ -194,7 +194,8 @@ def test_a_template_that_rewrites_earlier_turns_begins_another_row_of_the_same_p
         ({"messages": [{**ask("hi"), "weight": 1}]}, ["messages[0].weight", "known: role, content"]),
         ({"messages": [{"role": "robot", "content": "x"}]}, ["messages[0].role", "robot"]),
         ({"messages": [ask([{"type": "image_url", "image_url": {"url": "x"}}])]}, ["only text", "image_url"]),
-        ({"messages": [ask("x " * 5000)]}, ["fewer than"]),
+        ({"messages": [ask("x " * 500)]}, ["fewer than"]),
+        ({"messages": [ask("x " * (25 << 20))]}, ["fewer than", "52428800 characters"]),  # not tokenised: minutes
     ],
 )
 def test_requests_that_cannot_be_answered_are_refused_with_the_field(endpoint_of, change, words):

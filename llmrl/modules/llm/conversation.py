@@ -88,13 +88,24 @@ class TurnSampler:
         limits = [limit for limit in (max_tokens, engine.context_length) if limit is not None]
         self.max_tokens = min(limits, default=None)
 
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.renderer.tokenizer.get_vocab()))
+
     def prompt(
         self, messages: Sequence[Message], *, tools: Tools | None = None, after: SampledTurn | None = None
     ) -> Tensor:
         """int64[P]: the ids of ``after`` and those that the messages behind its answer add; or of all messages.
 
-        Raises  RewriteError if the template writes the turns up to ``after`` differently once these messages follow
+        Raises  RewriteError if the template writes the turns up to ``after`` differently once these messages follow;
+                DataError for texts that are too long whatever their tokens: to tokenise 50 MB takes minutes
         """
+        size = sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
+        if self.max_tokens is not None and size > self.max_tokens * self._longest_token:
+            raise DataError(
+                f"TurnSampler: a prompt must have fewer than the {self.max_tokens} tokens of a conversation: got a text "
+                f"of {size} characters, and no token has more than {self._longest_token}."
+            )
         if after is None:
             return self.renderer.prompt_ids([messages], tools=tools)[0]
         new = len(messages) - len(after.messages) - 1
