@@ -103,8 +103,8 @@ class TurnSampler:
         size = sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
         if self.max_tokens is not None and size > self.max_tokens * self._longest_token:
             raise DataError(
-                f"TurnSampler: a prompt must have fewer than the {self.max_tokens} tokens of a conversation: got a text "
-                f"of {size} characters, and no token has more than {self._longest_token}."
+                f"TurnSampler: a prompt must have fewer than the {self.max_tokens} tokens of a conversation: got a "
+                f"text of {size} characters, and no token has more than {self._longest_token}."
             )
         if after is None:
             return self.renderer.prompt_ids([messages], tools=tools)[0]
