@@ -53,10 +53,10 @@ def test_those_that_wait_name_the_ranks_that_have_begun_fewer_collectives():
 
 def test_ranks_that_are_busy_alike_or_go_on_in_time_are_not_late():
     idle = Ranks([3, 3])
-    moving = Ranks([3, 3])
+    moving = Ranks([3, 3], timeout_s=2.0)
     apart = Ranks([4, 4, 2, 2], groups={"first": (0, 1), "second": (2, 3)})
     for step in range(8):
-        time.sleep(0.2)
+        time.sleep(0.3)
         moving.begun = [4 + step, 3 + step]  # one is always behind
     for ranks in (idle, moving, apart):
         ranks.close()

@@ -70,7 +70,7 @@ class Workers:
 
 @contextmanager
 def two_workers(monkeypatch):
-    monkeypatch.setattr(broadcast, "_PASSED_S", 3.0)  # before the fork: of the workers too
+    monkeypatch.setattr(broadcast, "_PASSED_S", 20.0)  # before the fork: of the workers too
     workers = Workers()
     try:
         yield workers
@@ -87,10 +87,10 @@ def test_a_worker_that_hangs_in_a_broadcast_is_named_and_neither_the_trainer_nor
         for _ in range(2):  # the second through the same group
             transfer.send(WeightSet(METADATA, [WEIGHTS]), float("inf"), settings)
         workers.stops = 2
-        with raises_within(2.5, RolloutError, "http://second:8100 must answer"):
+        with raises_within(15, RolloutError, "http://second:8100 must answer"):
             transfer.send(WeightSet(METADATA, [WEIGHTS]), float("inf"), settings)
         [survivor, _] = workers.pipes
-        assert survivor.poll(10)
+        assert survivor.poll(40)
         assert (answer := survivor.recv()) == [] or "all 3 members of its group: rank 1 got" in answer
 
         workers.stops, workers.pipes = None, workers.pipes[:1]
