@@ -269,7 +269,8 @@ class _Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
-        asked = {"env": options.environment(), "port": self._port, "seats": options.seats, "renderer": options.renderer}
+        asked = {"env": options.environment(), "seats": options.seats, "renderer": options.renderer}
+        asked |= {"port": self._port, "owner": os.getpid()}
         if options.renderer is not None:
             tokenizer.save_pretrained(self._folder.name)
             asked["tokenizer"] = self._folder.name

@@ -145,7 +145,7 @@ async def serve(config: Any, asked: dict[str, Any]) -> None:
     async def health(request: Any) -> Any:
         return web.json_response({})
 
-    app, owner, ended = web.Application(client_max_size=1 << 30), os.getppid(), asyncio.Event()
+    app, ended = web.Application(client_max_size=1 << 30), asyncio.Event()
     app.add_routes([web.post("/run", run), web.get("/health", health)])
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     # A client that leaves has given the rollout up.
@@ -154,7 +154,7 @@ async def serve(config: Any, asked: dict[str, Any]) -> None:
         try:
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", asked["port"], backlog=1024).start()
-            while os.getppid() == owner and not ended.is_set():
+            while os.getppid() == asked["owner"] and not ended.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1)
         finally:

@@ -4,13 +4,10 @@
 """
 
 import json
-import math
 import os
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +18,6 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.package_envs import is_there
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
-from llmrl.train.rollouts.agents import AgentRollouts
-from llmrl.train.settings import GRPOConfig
-from tests.support.conversations import fake_policy
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,35 +109,30 @@ def test_seats_are_rows_of_their_own_and_those_that_are_not_trainable_none():
     assert len(rows) == 1
 
 
-def test_trouble_is_a_failure_with_a_reason_but_a_stage_out_of_time_is_scored(monkeypatch):
-    def rewards(name, answers=("yes",), **agent):
-        select = {"include": {"names": [name]}}
-        env = {"name": "verifiers", "options": {"taskset": "troubles", "select": select, "config": {"agent": LOOP}}}
-        env |= {"retries": 0, "agent": agent, "max_conversation_tokens": 600}
-        config = GRPOConfig(model="tiny", env=env, prompts_per_step=1, group_size=2)
-        session = SimpleNamespace(rank=0, world_size=1, autocast=nullcontext, sum=lambda counts: counts)
-        rows = verifiers_rows(config.env.options, split="train")
-        rollouts = AgentRollouts(config, session, rows, fake_policy(TOKENIZER, list(answers)))
-        try:
-            data = rollouts.rollout()
-        finally:
-            rollouts.stop()
-            rollouts.close()
-        assert len(data) == 2
-        return data["next", "reward"].flatten().tolist(), rollouts.first_error
-
-    for name, words in {
-        "killed": "its program ended",
-        "slow": "not done within env.agent.deadline_s = 5 s",
+def test_trouble_is_a_failure_with_a_reason_but_a_stage_out_of_time_is_scored():
+    options = {"taskset": "troubles", "config": {"agent": LOOP}}
+    rows = {json.loads(row["task"])["name"]: row for row in verifiers_rows(options, split="train")}
+    expected = {
         "raises": "no such page",
         "unscored": "must give a reward",
         "long": "ProviderError",
-    }.items():
-        got, error = rewards(name, deadline_s=5 if name == "slow" else 100)
-        assert all(map(math.isnan, got)), name
-        assert words in error, name
-    got, error = rewards("stopped", deadline_s=100)
-    assert got == [1.0, 1.0] or "made no call" in error  # it may be out of time before its first call
+        "killed": "its program ended",
+        "stopped": "",  # after the program was started again
+        "slow": None,
+    }
+    agent = VerifiersAgent(options, TOKENIZER)
+    try:
+        with RecordingEndpoint(FakeEngine(["yes"] * 9, tokenizer=TOKENIZER), TOKENIZER, max_tokens=600) as endpoint:
+            for name, words in expected.items():
+                key, limit_s = endpoint.begin(by_session=True), 5 if words is None else 200
+                got = agent.call(endpoint.base_url, key, rows[name], timeout_s=limit_s, stopped=lambda: False)
+                assert got.done is (words is not None), name
+                if words:
+                    assert words in got.error, name
+                elif words == "":
+                    assert (got.value.reward, got.value.metrics["timeout"]) == (1.0, 1.0)
+    finally:
+        agent.close()
 
 
 @pytest.mark.parametrize(
