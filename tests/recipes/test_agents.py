@@ -27,12 +27,11 @@ from tests.support.conversations import fake_policy
 from tests.support.processes import is_running, wait_until
 from tests.support.saved_models import save_tiny
 
-openai = pytest.importorskip("openai")
-
 pytest.importorskip("openai", reason="the client of the agents")
 TOKENIZER = tiny_tokenizer()
 AGENTS = """
 import collections, itertools, subprocess, sys, threading
+import openai
 
 SHARED = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 tried = collections.defaultdict(itertools.count)
