@@ -31,7 +31,7 @@ FIGURES = {  # some that each part must print
     "head": {"128 x 2048: log-probs from float64", "128 x 2048: gradient of weight"},
     "memory": {"0.5B: peak", "1.5B, FSDP2: peak", "7B, LoRA: peak"},
     "sft": {"0.5B: loss by hand", "1.5B: of the loop by hand"},
-    "grpo": {"first ratios from 1", "time of a token, of SFT's"},
+    "grpo": {"largest first ratio", "time of a token, of SFT's"},
     "decode": {"log-probs, trainer - engine", "mean ratio"},
     "transfer": {"shared memory", "loss after loading"},
     "engine": {" here: a lost push is found", " here, version 3: push"},

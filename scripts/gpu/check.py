@@ -101,6 +101,7 @@ def write(path: Path, figures: list[Figure], seconds: float) -> None:
 def check(names: list[str], total_s: float, path: Path, options: list[str]) -> int:
     figures: list[Figure] = []
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part ends too
 
     def add(figure: Figure) -> None:
         figures.append(figure)
@@ -146,10 +147,10 @@ def main() -> int:
         options = ["--small"] if arguments.small else []
         return check(arguments.parts or list(LIMITS_S), arguments.seconds, arguments.json, options)
 
+    faulthandler.enable()  # before imports, which may be what takes long
     from scripts.gpu import engine_parts, parts
     from scripts.gpu.context import Context
 
-    faulthandler.enable()
     for figure in (parts.PARTS | engine_parts.PARTS)[arguments.parts[0]](Context(arguments.small)):
         print(MARK + json.dumps(vars(figure)), flush=True)
     return 0

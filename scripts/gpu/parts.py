@@ -240,43 +240,37 @@ def lengths_of(context: Context) -> list[int]:
 def sft(context: Context) -> Iterator[Figure]:
     """A step of SFT against the same by hand: losses, tokens per second, share of the GPU's peak; compiled."""
     lengths = lengths_of(context)
-    budget = context.pick(8192, 128)
+    rows, budget = random_rows(lengths).to(context.device), context.pick(8192, 128)
     for name in ("0.5B", "1.5B"):
-        rows = random_rows(lengths).to(context.device)
         [hand_s], hand_loss = timed_by_hand(context, name, rows, lengths, budget)
         context.free()
-        variants = {"": {"checkpointing": "off"}, ", compiled": {"checkpointing": "off", "compile": True}}
-        plain_s = 0.0
-        for words, memory in variants.items():
-            if words and not context.on_gpu:
-                yield Figure.skipped(f"sft/{name}{words}", "a compiled step is timed on a GPU only")
-                continue
-            config = context.sft(tokens_per_microbatch=budget, memory=memory)
-            with Session(config) as session:
-                actor = policy_of(context.model(name))
-                updater = make_updater(config, session, actor, steps=1000)
-                loss, metrics = SFTLoss(actor), []
+        seconds, metrics = timed_update(context, name, rows, budget)
+        yield Figure(f"sft/{name}: speed", sum(lengths) / seconds, "tokens/s")
+        apart = abs(metrics[0]["policy/loss"] / hand_loss - 1)
+        yield Figure(f"sft/{name}: loss by hand", apart, "relative", most=1e-3 if context.on_gpu else 1e-5)
+        yield Figure(f"sft/{name}: of the loop by hand", hand_s / seconds, "x", least=context.judged(0.92))
+        if (own := metrics[-1].get("perf/mfu")) is not None:
+            mfu = flops_by_hand(context, name, lengths) / seconds / context.gpu.flops
+            least = {"0.5B": 0.22, "1.5B": 0.33}[name]
+            yield Figure(f"sft/{name}: share of the peak", mfu, "", least=context.judged(least))
+            yield Figure(f"sft/{name}: perf/mfu", own / mfu, "x", least=context.judged(0.95), most=1.05)
+        context.free()
+    if not context.on_gpu:
+        yield Figure.skipped("sft/1.5B: compiled", "timed on a GPU only")
+        return
+    compiled, _ = timed_update(context, "1.5B", rows, budget, compile=True)
+    yield Figure("sft/1.5B: compiled", seconds / compiled, "x", least=context.judged(1.15))
 
-                def step(updater=updater, loss=loss, metrics=metrics) -> None:
-                    metrics.append(updater.train(loss, [rows], 1 + len(metrics)))  # noqa: B023
 
-                [seconds] = context.seconds(step)
-            speed = sum(lengths) / seconds
-            yield Figure(f"sft/{name}{words}: speed", speed, "tokens/s")
-            if words:
-                yield Figure(f"sft/{name}{words}: of uncompiled", plain_s / seconds, "x", least=context.judged(1.15))
-                continue
-            plain_s = seconds
-            apart = abs(metrics[0]["policy/loss"] / hand_loss - 1)
-            yield Figure(f"sft/{name}: loss by hand", apart, "relative", most=1e-3 if context.on_gpu else 1e-5)
-            yield Figure(f"sft/{name}: of the loop by hand", hand_s / seconds, "x", least=context.judged(0.92))
-            if (own := metrics[-1].get("perf/mfu")) is not None:
-                mfu = flops_by_hand(context, name, lengths) / seconds / context.gpu.flops
-                least = {"0.5B": 0.22, "1.5B": 0.33}[name]
-                yield Figure(f"sft/{name}: share of the peak", mfu, "", least=context.judged(least))
-                yield Figure(f"sft/{name}: perf/mfu", own / mfu, "x", least=context.judged(0.95), most=1.05)
-            del updater, actor, loss, step
-            context.free()
+def timed_update(context: Context, name: str, rows: TensorDict, budget: int, **memory: bool) -> tuple[float, list]:
+    """Seconds of an update of llmrl on the rows, and the metrics of all updates."""
+    config = context.sft(tokens_per_microbatch=budget, memory={"checkpointing": "off", **memory})
+    with Session(config) as session:
+        actor = policy_of(context.model(name))
+        updater = make_updater(config, session, actor, steps=1000)
+        loss, metrics = SFTLoss(actor), []
+        [seconds] = context.seconds(lambda: metrics.append(updater.train(loss, [rows], 1 + len(metrics))))
+    return seconds, metrics
 
 
 def flops_by_hand(context: Context, name: str, lengths: list[int]) -> float:
@@ -329,23 +323,24 @@ def grpo(context: Context) -> Iterator[Figure]:
     config = context.grpo(tokens_per_microbatch=context.pick(8192, 128), memory={"checkpointing": "off"})
     lengths = lengths_of(context)
     rows = random_rows(lengths).to(context.device)
-    halves = torch.arange(len(rows)).chunk(2)
+    batches = [rows[half] for half in torch.arange(len(rows)).chunk(2)]
     with Session(config) as session:
         actor = policy_of(context.model("0.5B"))
         updater = make_updater(config, session, actor, steps=1000)
         loss, plain, metrics = GRPOLoss(actor, proximal="recomputed", surrogate="clip"), SFTLoss(actor), []
 
         def step() -> None:
-            updater.add_proximal(loss, rows)
-            metrics.append([updater.step(loss, rows[half], 1) for half in halves])
+            for batch in batches:
+                updater.add_proximal(loss, batch)
+            metrics.append([updater.step(loss, batch, 1) for batch in batches])
 
         def step_of_sft() -> None:
             updater.step(plain, rows, 1)
 
         seconds, of_sft = context.seconds(step, step_of_sft)
         first = metrics[0][0]
-        apart = max(abs(first["ratio_max"] - 1), abs(first["ratio_mean"] - 1))
-        yield Figure("grpo/first ratios from 1", apart, "", most=1e-6)
+        yield Figure("grpo/largest first ratio", first["ratio_max"], "", least=1, most=1)
+        yield Figure("grpo/mean first ratio", first["ratio_mean"], "", least=1 - 1e-6, most=1 + 1e-6)
         yield Figure("grpo/speed", sum(lengths) / seconds, "tokens/s")
         yield Figure("grpo/time of a token, of SFT's", seconds / of_sft, "x", most=context.judged(1.4))
         if not context.on_gpu:
