@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a GPU: parts without vLLM in small sizes, parts that fail, the bundle for a bare machine."""
+"""scripts/gpu_check without a GPU: parts without vLLM in small sizes, parts that fail, and the bundle."""
 
 from __future__ import annotations
 
