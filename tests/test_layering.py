@@ -69,7 +69,10 @@ PROVIDED_BY |= {"cloudpickle": "tensordict"}
 
 
 # Programs for environments that have other packages.
-IN_ANOTHER_PYTHON = {"llmrl.endpoint.verifiers_program": {"verifiers", "aiohttp"}}
+IN_ANOTHER_PYTHON = {
+    "llmrl.endpoint.verifiers_program": {"verifiers", "aiohttp"},
+    "llmrl.envs.llm.tasks.textarena_game": {"textarena"},
+}
 
 
 def modules() -> dict[str, Path]:
