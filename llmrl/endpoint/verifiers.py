@@ -301,7 +301,10 @@ class _Server:
             return json.loads(connection.getresponse().read())
 
     def ended(self, error: BaseException) -> str:
-        """Why a request had no answer."""
+        """Why a request had no answer. Returns when the program's end is known: the next request starts it."""
+        end = time.monotonic() + _ENDING_S
+        while self._process.exitcode is None and time.monotonic() < end:
+            time.sleep(0.01)
         return self._process.last_lines(f"verifiers: its program ended ({type(error).__name__}: {error}); its output:")
 
     def _start(self) -> None:

@@ -20,7 +20,7 @@ from llmrl.train.tasks import Task, training_rows
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("LLMRL_CLIENTS", ROOT / "build" / "clients"), "openenv", "bin", "python")
-PROGRAM = ROOT / "tests" / "support" / "openenv_servers.py"
+PROGRAM = ROOT / "scripts" / "clients" / "openenv_servers.py"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="openenv is not installed: scripts/foreign_clients installs it"),
