@@ -489,7 +489,7 @@ def test_muon_trains_the_matrices_of_decoder_layers_and_adamw_all_else():
     by_muon = [weight for name, weight in theirs.named_parameters() if name in named]
     others = [weight for name, weight in theirs.named_parameters() if name not in named]
     muon = torch.optim.Muon(by_muon, lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), fused=True)
+    adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9))
     set_learning_rate(optimizer, 0.01)
     for step in range(3):
         for model, steppers in ((ours, [optimizer]), (theirs, [muon, adamw])):
