@@ -25,7 +25,8 @@ _UNWINDING_S = 60.0  # for a rank to end after its exception
 
 
 class LateRanks:
-    """Calls ``on_late`` with a message, once, if this rank has waited for another one for most of ``timeout_s``.
+    """Calls ``on_late`` with a message, once, if this rank has waited for another one for most of ``timeout_s``; and
+    with an event that `close` sets.
 
     counters  for each group of ranks: its members, and the number of collectives that this rank has begun in it
     """
@@ -36,7 +37,7 @@ class LateRanks:
         rank: int,
         counters: Mapping[str, tuple[Sequence[int], Callable[[], int]]],
         timeout_s: float,
-        on_late: Callable[[str], None],
+        on_late: Callable[[str, threading.Event], None],
     ) -> None:
         self._store, self._rank, self._counters = store, rank, counters
         self._timeout_s, self._limit_s = timeout_s, _SHARE * timeout_s
@@ -60,7 +61,7 @@ class LateRanks:
                 )
                 for name, (number, since) in begun.items():
                     if now - since > self._limit_s and (late := self._behind(name, number)) and not self._end.is_set():
-                        return self._on_late(late_message(late, self._timeout_s))
+                        return self._on_late(late_message(late, self._timeout_s), self._end)
 
     def _behind(self, name: str, number: int) -> list[int]:
         """The members of a group that have not begun collective ``number``, in which this rank is."""
@@ -89,9 +90,9 @@ def counters_of(groups: Sequence[dist.ProcessGroup]) -> dict[str, tuple[list[int
     }
 
 
-def raise_in_main(message: str, aborted: Sequence[dist.ProcessGroup]) -> None:
+def raise_in_main(message: str, left: threading.Event, aborted: Sequence[dist.ProcessGroup]) -> None:
     """Raises DeadlineError in the main thread, and ends what it waits for in the ``aborted`` groups, which are those of
-    a GPU: gloo has its own deadline. Exits if that does not end the process.
+    a GPU: gloo has its own deadline. Exits if the session is not ``left`` by then.
     """
 
     class Late(DeadlineError):  # such an exception is made without arguments
@@ -107,7 +108,8 @@ def raise_in_main(message: str, aborted: Sequence[dist.ProcessGroup]) -> None:
     for group in aborted:
         with suppress(RuntimeError):
             group.abort()
-    time.sleep(_UNWINDING_S)
+    if left.wait(_UNWINDING_S):
+        return
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
     os._exit(1)

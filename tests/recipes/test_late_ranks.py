@@ -29,7 +29,7 @@ class Ranks:
                     if rank in members
                 },
                 timeout_s,
-                self.said[rank].append,
+                lambda message, left, rank=rank: self.said[rank].append(message),
             )
             for rank in range(len(begun))
         ]
@@ -63,15 +63,27 @@ def test_ranks_that_are_busy_alike_or_go_on_in_time_are_not_late():
         assert ranks.said == [[] for _ in ranks.begun]
 
 
-def test_the_main_thread_gets_an_exception_with_the_message(monkeypatch):
-    monkeypatch.setattr(late_ranks, "_UNWINDING_S", 0)
-    monkeypatch.setattr(os, "_exit", lambda code: None)
+def test_the_main_thread_gets_an_exception_with_the_message_and_time_to_leave(monkeypatch):
+    exits, left = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", exits.append)
     with pytest.raises(DeadlineError, match="rank 5 is late"):
-        raised_while_busy("rank 5 is late")
+        raised_while_busy("rank 5 is late", left)
+    left.set()
+    wait_until(lambda: not named_threads("raises"), 30)
+    assert exits == []
+    monkeypatch.setattr(late_ranks, "_UNWINDING_S", 0.2)
+    with pytest.raises(DeadlineError, match="rank 6 is late"):
+        raised_while_busy("rank 6 is late", threading.Event())
+    wait_until(lambda: not named_threads("raises"), 30)
+    assert exits == [1], "the exception did not end the session"
 
 
-def raised_while_busy(message):
-    threading.Thread(target=late_ranks.raise_in_main, args=(message, [])).start()
+def raised_while_busy(message, left):
+    threading.Thread(target=late_ranks.raise_in_main, args=(message, left, []), name="raises").start()
     end = time.monotonic() + 5
     while time.monotonic() < end:
         pass
+
+
+def named_threads(name):
+    return [thread for thread in threading.enumerate() if thread.name == name]

@@ -150,7 +150,7 @@ def test_ranks_that_do_not_divide_the_experts_hold_what_the_plan_says():
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2"])
 def test_reading_a_sharded_model_reserves_its_shards_alone(monkeypatch, family):
-    """Transformers itself would reserve nearly all of gpt-oss, whose plan for tensor parallelism has few weights."""
+    """Transformers 5.19 would reserve nearly all of gpt-oss, whose plan for tensor parallelism has few weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 500, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": family == "qwen2"}
     sizes |= {"num_local_experts": 8} if family == "gpt_oss" else {}
@@ -174,13 +174,11 @@ def test_reading_a_sharded_model_reserves_its_shards_alone(monkeypatch, family):
         monkeypatch.setattr(torch, "empty", allocate)
         with models._reserving_shards():
             modeling_utils.caching_allocator_warmup(model, places, None)
-        modeling_utils.caching_allocator_warmup(model, places, None)
         dist.destroy_process_group()
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     held = 4 * sum(parameter.to_local().numel() for parameter in model.parameters())
     assert held == pytest.approx(whole / 8, rel=0.05)
-    assert asked[0] == pytest.approx(held, rel=0.01)
-    assert family != "gpt_oss" or asked[1] > 0.8 * whole
+    assert asked == [pytest.approx(held, rel=0.01)]
 
 
 def test_offloading_is_named_where_it_makes_a_run_fit():
