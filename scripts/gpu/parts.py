@@ -98,7 +98,7 @@ def tests(context: Context) -> Iterator[Figure]:
             yield Figure.skipped(name, kinds["skipped"])
         else:
             passed += 1
-    yield Figure("tests: passed", passed, "", least=1)
+    yield Figure("tests/passed", passed, "", least=1)
 
 
 # --- 3 head -----------------------------------------------------------------------------------------------------------
