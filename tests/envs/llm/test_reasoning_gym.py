@@ -104,7 +104,7 @@ def test_a_recipe_asks_its_questions_scores_answer_blocks_and_holds_items_out():
     replies = {f"<answer> {answer} </answer>": 1.0, f"<answer>about {answer}.</answer>": None, answer: 0.0}
     replies |= {f"<think><answer>{answer}</answer></think>": 0.0, f"<answer>no</answer><answer>{answer}</answer>": 1.0}
     with closing(Task(env, tiny_tokenizer())) as task:
-        words = task.about(EvalSettings())
+        words = task.about(EvalSettings(), at_once=1)
         assert f"reasoning-gym {metadata.version('reasoning-gym')} · chain_sum, 40 items of seed 0" in words
         assert f"{40 - len(held_out)} of 40 held-out items are trained on too: left out" in words
         made = task.make_env(rows[:1] * len(replies), num_envs=len(replies), shuffle=False)
