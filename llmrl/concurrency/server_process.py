@@ -82,7 +82,7 @@ class ServerProcess:
             self._process.wait(timeout_s)
         self.signal(signal.SIGKILL)  # even if it ended by itself: its children may still run
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)  # so that none is left that nobody has asked how it ended
+            self._process.wait(timeout_s)  # else the ended process stays in the system's table
 
 
 def _end_with_parent() -> None:

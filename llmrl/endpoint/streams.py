@@ -66,7 +66,7 @@ class CertainText:
             if self._open:
                 try:
                     self._text += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
-                except Exception:  # of bytes that are no text
+                except Exception:  # the bytes are not valid text
                     self._open = False
         if self._lead and not self._lead.startswith(self._text):
             self._text, self._lead = self._text.removeprefix(self._lead), ""
@@ -155,7 +155,7 @@ class Listener:
                 shown = self._texts[row].shown
                 if ids[: len(heard)] != heard:
                     raise RolloutError("Endpoint: an answer must have the ids of its stream: it was sampled again.")
-                if not (message.get("content") or "").startswith(shown):  # bytes that are no text read otherwise later
+                if not (message.get("content") or "").startswith(shown):  # invalid bytes may be decoded otherwise later
                     message["content"] = shown
             texts = {"reasoning_content": message.get("reasoning_content"), "content": message.get("content")}
             texts["content"] = (texts["content"] or "")[len(shown) :]

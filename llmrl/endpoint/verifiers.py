@@ -238,7 +238,7 @@ class VerifiersAgent:
             self._failing = [*self._failing, task] if error else []
             tasks = len(set(self._failing))
             if len(self._failing) < IN_A_ROW or tasks < min(IN_A_ROW, len(self._met)):
-                return  # a few bad tasks are no reason to end a run
+                return  # a few bad tasks do not end a run
         raise RolloutError(
             f"verifiers: {len(self._failing)} rollouts of {tasks} tasks failed one after the other: {error}"
         )

@@ -185,6 +185,7 @@ def test_of_200_random_conversations_the_stream_the_answer_and_the_row_have_the_
     for place, name in enumerate(NAMES):
         tokenizer = tiny_tokenizer(template=name)
         ids = {"eos_token_ids": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        # Double precision: the two calls are batched with different others, and single precision's sums would differ.
         engine = TransformersEngine(tiny_model(tokenizer).double(), tokenizer=tokenizer, seed=place, **ids)
         talks = [[" ".join(numbers.choices(words, k=3)) for _ in range(numbers.randint(1, 3))] for _ in range(17)]
         with RecordingEndpoint(engine, tokenizer, params=SamplingParams(max_new_tokens=6), train="main") as endpoint:

@@ -503,6 +503,20 @@ def test_muon_trains_the_matrices_of_decoder_layers_and_adamw_all_else():
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
+def test_a_large_model_on_a_cpu_is_updated_in_one_pass_with_the_same_result():
+    options = OptimSettings(lr=1e-2, weight_decay=0.1)
+    small, large = (torch.nn.Parameter(torch.linspace(-1, 1, size)) for size in (10**7 - 1, 10**7))
+    optimizers = [make_optimizer([weight], options, torch.device("cpu")) for weight in (small, large)]
+    assert [bool(each.param_groups[0]["fused"]) for each in optimizers] == [False, True]
+    expected = torch.nn.Parameter(large.detach().clone())
+    alone = torch.optim.AdamW([expected], lr=1e-2, weight_decay=0.1, betas=options.betas)
+    for _ in range(3):
+        for weight, optimizer in ((large, optimizers[1]), (expected, alone)):
+            weight.grad = weight.detach() + 0.5
+            optimizer.step()
+    torch.testing.assert_close(large, expected, atol=1e-5, rtol=0)
+
+
 def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(MissingDependencyError, match=r"optim.name=adamw_8bit: .*llmrl\[optim\]"):

@@ -1,4 +1,4 @@
-"""Whether a run fits in memory, the settings with which it would, and the words of the plan about it."""
+"""Checks that a run fits in memory, finds the settings with which it would, and says so in the plan."""
 
 from __future__ import annotations
 

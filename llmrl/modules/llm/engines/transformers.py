@@ -222,7 +222,7 @@ class _Decoding:
         self.routers = Routers.of(engine.model) if engine.reports_routes else None
         self.prompts, self.params, self.media = prompts, params, media
         self.hear: Hear | None = None
-        self.left: dict[int, int] = {}  # rows that nobody waits for, and how many ids they have
+        self.left: dict[int, int] = {}  # rows whose client has left: their number of ids
         self.home = prompts[0].device  # results are returned on the caller's device
         self.device = device = model_device(engine.model)
         stop_ids = {*(() if params.ignore_eos else engine.eos_token_ids), *params.stop_token_ids}
