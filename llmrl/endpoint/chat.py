@@ -188,7 +188,7 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
         roles = ", ".join(_ROLES)
         raise BadRequestError(f"messages[{number}].role: must be one of {roles}: got {role!r}.", field="messages")
     found = {"role": _ROLES[role], "content": content if type(content) is str else text_of(content, number)}
-    if len(message) == 2:
+    if len(message) == 2 and "content" in message:  # not an answer of calls alone, whose null content is left out
         return found
     for name, value in message.items():
         if not value or name in found:  # null and empty say nothing

@@ -19,7 +19,7 @@ openai = pytest.importorskip("openai", reason="the client that the endpoint is t
 TOKENIZER = tiny_tokenizer()
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": ADD}]
-CALL = 'One moment. <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 def ask(text):
@@ -99,20 +99,22 @@ def test_a_conversation_is_one_row_of_exactly_the_sampled_ids(endpoint_of, strea
     assert not recorded[~mask].any()
 
 
-def test_calls_of_tools_come_apart_from_the_text_and_the_next_prompt_has_the_sampled_ids(endpoint_of):
-    endpoint = endpoint_of(FakeEngine([CALL, "It is 4."], tokenizer=TOKENIZER))
+@pytest.mark.parametrize("text", ["One moment. ", ""])
+def test_calls_of_tools_come_apart_from_the_text_and_the_next_prompt_has_the_sampled_ids(endpoint_of, text):
+    sampled = text + CALL
+    endpoint = endpoint_of(FakeEngine([sampled, "It is 4."], tokenizer=TOKENIZER))
     client = client_of(endpoint, key := endpoint.begin())
     given = {"model": "m", "tools": TOOLS}
     answer = client.chat.completions.create(messages=[ask("2+2?")], **given).choices[0]
     [call] = answer.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
-    assert (answer.message.content, answer.finish_reason) == ("One moment.", "tool_calls")
-    repeated = answer.message.model_dump(exclude_none=True)  # as an agent sends it back
+    assert (answer.message.content, answer.finish_reason) == (text.strip() or None, "tool_calls")
+    repeated = answer.message.model_dump(exclude_none=True)  # as an agent sends it back: no content if it is null
     repeated["tool_calls"][0]["function"]["arguments"] = '{ "a":2 }'
     result = {"role": "tool", "content": "4", "tool_call_id": call.id}
     client.chat.completions.create(messages=[ask("2+2?"), repeated, result], **given)
     rows = endpoint.finish(key, 1.0)
-    assert [TOKENIZER.decode(ids) for ids in trained(rows)] == [f"{CALL}<|im_end|>It is 4.<|im_end|>"]
+    assert [TOKENIZER.decode(ids) for ids in trained(rows)] == [f"{sampled}<|im_end|>It is 4.<|im_end|>"]
 
 
 def test_each_sampled_token_is_trained_once_whatever_an_agent_asks(endpoint_of):
