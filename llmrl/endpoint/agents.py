@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from numbers import Real
@@ -33,32 +33,48 @@ _LOOK_S = 0.02  # between looks at whether a program has ended
 _SHOWN = 2000  # characters of a failed program's errors
 
 
+class Seat(NamedTuple):
+    """One of several agents in a rollout, and its reward; "": the only one."""
+
+    name: str
+    reward: float
+
+
 class AgentResult(NamedTuple):
-    """The reward of a rollout, other numbers by name, and the sessions of its calls that are trained; None: all."""
+    """The reward of a rollout, other numbers by name, and the seats that are trained by session; None: all."""
 
     reward: float
     metrics: Mapping[str, float]
-    sessions: Collection[str] | None = None
+    seats: Mapping[str, Seat] | None = None
 
     @classmethod
-    def of(cls, value: Any, *, needed: bool = True) -> AgentResult:
-        """From what an agent returned; None is 0 unless a reward is ``needed``.
+    def of(cls, value: Any, *, needed: bool = True, seats: Sequence[str] | None = None) -> AgentResult:
+        """From what an agent returned; None is 0 unless a reward is ``needed``. With ``seats``, which are also its
+        sessions, it has the reward of each by its name, and is their mean.
 
         Raises  RolloutError for anything but finite numbers
 
         >>> AgentResult.of({"reward": True, "turns": 3})
-        AgentResult(reward=1.0, metrics={'turns': 3.0}, sessions=None)
+        AgentResult(reward=1.0, metrics={'turns': 3.0}, seats=None)
+        >>> AgentResult.of({"white": 1, "black": -1}, seats=["black"]).seats
+        {'black': Seat(name='black', reward=-1.0)}
         """
         if value is None and not needed:
             return cls(0.0, {})
         given = dict(value) if isinstance(value, Mapping) else {"reward": value}
-        if "reward" not in given:
-            raise RolloutError(f"agent: a mapping must have 'reward': got {', '.join(map(repr, given)) or 'nothing'}.")
+        for key in seats or ("reward",):
+            if key not in given:
+                raise RolloutError(
+                    f"agent: a mapping must have {key!r}: got {', '.join(map(repr, given)) or 'nothing'}."
+                )
         for name, number in given.items():
             if not isinstance(number, Real) or not math.isfinite(number):
                 raise RolloutError(f"agent: must return a finite number as {name}: got {number!r:.200}.")
         numbers = {str(name): float(number) for name, number in given.items()}
-        return cls(numbers.pop("reward"), numbers)
+        if seats is None:
+            return cls(numbers.pop("reward"), numbers)
+        mean = math.fsum(numbers[name] for name in seats) / len(seats)
+        return cls(mean, numbers, {name: Seat(name, numbers[name]) for name in seats})
 
 
 class Agent:
@@ -68,12 +84,11 @@ class Agent:
     command   of a program, which gets the row as JSON on its input, and the address and the key in OPENAI_BASE_URL,
               OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; the last line that it prints is the result
     process   runs the function in a process of its own for each rollout: for code that blocks or leaves things behind
+    seats     it plays several, and names one in X-Session-ID with each call: those that are trained
     scored    False: it may return None, which is a reward of 0
     Returns   (`call`) a number, or a mapping with "reward" and other numbers: `AgentResult`
     Raises    ConfigError for a function that does not take three arguments
     """
-
-    by_session = False  # True: a rollout's calls are of several agents, which X-Session-ID tells apart
 
     def __init__(
         self,
@@ -82,8 +97,10 @@ class Agent:
         *,
         process: bool = False,
         scored: bool = True,
+        seats: Sequence[str] | None = None,
     ) -> None:
-        self._read = partial(AgentResult.of, needed=scored)
+        self._read = partial(AgentResult.of, needed=scored, seats=seats)
+        self.by_session = seats is not None  # True: a rollout's calls are of several seats
         self._command = list(command or ())
         self._function: Callable[..., Any] | None = None
         self._runner: AsyncRunner | ThreadRunner | None = None

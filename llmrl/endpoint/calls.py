@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,9 +21,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column
+from llmrl.endpoint.agents import Seat
 from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.errors import RewriteError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
+from llmrl.modules.llm.policies.columns import SEAT
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, decode_rows
 
 Train = Literal["main", "all", "longest"]
@@ -184,15 +187,20 @@ class CallGraph:
         """The last calls of the paths to train, in the order of their first calls.
 
         train  "main": the path of the first call, and those that the template made it leave; "all": also sub-agents and
-               edited histories; "longest": the path with the most sampled tokens
+               edited histories; "longest": the path with the most sampled tokens; each of one session
         """
         kept, repeated = self._ends()
         self.counters["retries"] = len(repeated)
+        first: dict[str, Call] = {}
         if train == "longest":
-            return sorted(kept, key=lambda call: -sum(len(turn.ids) for turn in call.turn.path()))[:1]
+            for call in sorted(kept, key=lambda call: -sum(len(turn.ids) for turn in call.turn.path())):
+                first.setdefault(call.asked.session, call)
+            return list(first.values())
         if train == "main":
             calls = sorted(self.calls, key=lambda call: call.asked.number)
-            main = {call.root for call in calls[:1]}
+            for call in calls:
+                first.setdefault(call.asked.session, call)
+            main = {call.root for call in first.values()}
             for call in calls:  # a path is left by its later calls, so in order
                 if call.asked.continues in main:
                     main.add(call.root)
@@ -238,32 +246,40 @@ def make_rows(
     leaves: Sequence[SampledTurn],
     tokenizer: Any,
     *,
-    reward: float,
+    seats: Sequence[Seat],
+    named: bool = False,
     group: int = 0,
     row: Mapping[str, Any] | None = None,
     plain: bool = False,
 ) -> TensorDict:
-    """The rows [N] of a rollout, as `LLMCollector` makes them: the last one is done and has the reward.
+    """The rows [N] of a rollout, as `LLMCollector` makes them: the last one of each seat is done and has its reward.
 
     A sampled id is trained in the first row that holds it, and in no other. ``leaves``: the last turn of each path;
-    ``plain``: the log-probs before top-p, top-k and min-p are written too.
+    ``seats``: whose it is, those of one seat side by side; ``named``: their names are written; ``plain``: the log-probs
+    before top-p, top-k and min-p are written too.
 
     Writes  ("tokens" | "masks" | "log_probs", "full" ...), ("text", "prompt" | "response"), "group_id", "stop_reason",
-            "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]; the columns of ``row``
+            "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]; the columns of ``row``;
+            with ``named`` "env_seat", text
     """
     owned: set[int] = set()
     columns = [_row_columns(leaf, owned) for leaf in leaves]
     count = len(columns)
     texts = decode_rows(tokenizer, [part.tolist() for c in columns for part in (c["prompt"], c["response"])])
-    done = torch.zeros(count, 1, dtype=torch.bool)
-    rewards = torch.zeros(count, 1, 1)
-    done[-1], rewards[-1] = True, reward
+    is_last = [seat.name != after.name for seat, after in pairwise(seats)] + [True]
+    done = torch.tensor(is_last).view(count, 1)
+    rewards = torch.tensor([seat.reward if last else 0.0 for seat, last in zip(seats, is_last, strict=True)])
     # Rows of different rollouts are joined, so all have the same columns.
     log_probs = {"full": [c["log_probs"] for c in columns], "versions": [c["versions"] for c in columns]}
     if plain:
         log_probs["plain"] = [c["plain"] for c in columns]
     masks = [c["mask"] for c in columns]
-    ends = {"reward": rewards, "done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
+    ends = {
+        "reward": rewards.view(count, 1, 1),
+        "done": done,
+        "terminated": done.clone(),
+        "truncated": torch.zeros_like(done),
+    }
     return TensorDict(
         {
             "tokens": Tokens.from_rows({"full": [c["ids"] for c in columns]}),
@@ -277,6 +293,7 @@ def make_rows(
             "stop_reason": torch.tensor([int(leaf.stop_reason) for leaf in leaves]),
             "next": TensorDict(ends, batch_size=[count]),
             **{name: column([value] * count) for name, value in (row or {}).items()},
+            **({SEAT: column(seat.name for seat in seats)} if named else {}),
         },
         batch_size=[count],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
+from llmrl.endpoint.agents import Seat
 from llmrl.endpoint.calls import CallGraph, Train, make_rows
 from llmrl.endpoint.chat import BadRequestError
 from llmrl.endpoint.server import Endpoint, Record
@@ -104,26 +105,29 @@ class RecordingEndpoint(Endpoint):
         except KeyError:
             raise ConfigError(f"RecordingEndpoint: {key[:16]!r}... must be the key of a rollout in progress.") from None
 
-    def finish(self, key: str, reward: float, sessions: Collection[str] | None = None) -> TensorDict | None:
-        """Ends a rollout: later calls with its key are refused. ``sessions``: those that are trained; None: all.
+    def finish(self, key: str, reward: float, seats: Mapping[str, Seat] | None = None) -> TensorDict | None:
+        """Ends a rollout: later calls with its key are refused.
 
-        Returns  its rows [N], see `make_rows`; None if it made no call that is trained
+        ``seats``  those that are trained, by session: the rows of each have its reward. None: all, with ``reward``
+        Returns    its rows [N], see `make_rows`; None if it made no call that is trained
         """
         rollout = self.rollout(key)
         with self._lock:
             del self._rollouts[key]
-        kept = [call for call in rollout.leaves(self.train) if sessions is None or call.asked.session in sessions]
-        rollout.record = rollout.describe(kept, self.train)
-        leaves = [call.turn for call in kept]
+        kept = [(call, Seat("", reward)) for call in rollout.leaves(self.train)]
+        if seats is not None:
+            kept = [(call, seat) for name, seat in seats.items() for call, _ in kept if call.asked.session == name]
+        leaves = [call.turn for call, _ in kept]
+        rollout.record = rollout.describe([call for call, _ in kept], self.train)
         trained = {id(turn) for leaf in leaves for turn in leaf.path()}
         rollout.counters.update({"trained": len(trained), "rows": len(leaves)})
         self.counters.update({**rollout.counters})  # a copy: an answer in progress may be added to it
-        return self.rows_of(rollout, leaves, reward) if leaves else None
+        return self.rows_of(rollout, leaves, [seat for _, seat in kept]) if leaves else None
 
-    def rows_of(self, rollout: Rollout, leaves: Sequence[SampledTurn], reward: float) -> TensorDict:
-        """The rows of paths that end with ``leaves``, as those of the rollout."""
+    def rows_of(self, rollout: Rollout, leaves: Sequence[SampledTurn], seats: Sequence[Seat]) -> TensorDict:
+        """The rows of paths that end with ``leaves``, each of a seat, as those of the rollout."""
         tokenizer, plain = self.sampler.renderer.tokenizer, self.sampler.params.truncates
-        given = {"reward": reward, "group": rollout.group, "row": rollout.row}
+        given = {"seats": seats, "named": rollout.by_session, "group": rollout.group, "row": rollout.row}
         return make_rows(leaves, tokenizer, plain=plain, **given)
 
     def paused(self) -> AbstractContextManager[None]:

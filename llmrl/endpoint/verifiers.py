@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from llmrl.concurrency.deadline import Outcome
 from llmrl.concurrency.server_process import ServerProcess
-from llmrl.endpoint.agents import AgentResult, Row
+from llmrl.endpoint.agents import AgentResult, Row, Seat
 from llmrl.errors import ConfigError, DataError, RolloutError, did_you_mean
 from llmrl.package_envs import installed_version, python_of
 from llmrl.settings import Settings
@@ -219,18 +219,17 @@ class VerifiersAgent:
     def _outcome(self, answer: Mapping[str, Any]) -> Outcome:
         if error := answer.get("error"):
             return Outcome(error=f"verifiers: {error}", done=True)
-        rewards = answer["seats"]
-        if None in rewards.values():
-            if self._scored:
-                return Outcome(
-                    error="verifiers: the task must give a reward: no method with @vf.reward did.", done=True
-                )
-            rewards = dict.fromkeys(rewards, 0.0)
+        traces = {session: (name, reward) for session, name, reward in answer["seats"]}
+        if self._scored and any(reward is None for _, reward in traces.values()):
+            return Outcome(error="verifiers: the task must give a reward: no method with @vf.reward did.", done=True)
+        seats = {session: Seat(name, reward or 0.0) for session, (name, reward) in traces.items()}
+        mean = sum(seat.reward for seat in seats.values()) / len(seats)
+        several = {f"seat.{name}": reward for name, reward in seats.values()} if len(seats) > 1 else {}
         try:
-            result = AgentResult.of({**answer["metrics"], "reward": sum(rewards.values()) / len(rewards)})
+            result = AgentResult.of({**answer["metrics"], **several, "reward": mean})
         except RolloutError as error:
             return Outcome(error=str(error), done=True)
-        return Outcome(result._replace(sessions=frozenset(rewards)), done=True)
+        return Outcome(result._replace(seats=seats), done=True)
 
     def _count(self, task: str, error: str | None) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ import os
 import pkgutil
 import signal
 import sys
+from collections import Counter
 from typing import Any
 
 REFUSED = 3  # exit code, with the reason as the last line of the errors
@@ -162,7 +163,7 @@ async def serve(config: Any, asked: dict[str, Any]) -> None:
 
 
 async def play(env: Any, task: Any, body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """One episode: {"error"}, or {"seats": {session: reward}, "metrics"}, of the traces that are trained."""
+    """One episode: {"error"}, or {"seats": [[session, name, reward]], "metrics"}, of the traces that are trained."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
     from verifiers.v1.types import SamplingConfig
@@ -195,18 +196,25 @@ async def play(env: Any, task: Any, body: dict[str, Any], asked: dict[str, Any])
 
 
 def scored(traces: list[Any]) -> dict[str, Any]:
-    """The rewards of the traces, None for one without a score, and the mean of each number that was measured."""
-    rewards: dict[str, float | None] = {}
+    """The seats of the traces, None for a reward that was not given, and the mean of each number that was measured.
+
+    A seat is named after its agent; that of an agent's second trace, which other rollouts may lack, is "agent.2".
+    """
+    seats: list[tuple[str, str, float | None]] = []
+    named: Counter[str] = Counter()
     numbers: dict[str, list[float]] = {}
     for trace in traces:
         given = {key: reward for key, reward in trace.rewards.items() if reward is not None}
-        rewards[trace.id] = trace.reward if given else None
+        named[trace.agent.name] += 1
+        place = named[trace.agent.name]
+        name = trace.agent.name if place == 1 else f"{trace.agent.name}.{place}"
+        seats.append((trace.id, name, trace.reward if given else None))
         measured = {key: reward.score for key, reward in given.items()} | dict(trace.metrics)
         measured |= {"turns": trace.num_turns, "timeout": trace.is_timeout}
         for key, value in measured.items():
             if value is not None:
                 numbers.setdefault(key, []).append(float(value))
-    return {"seats": rewards, "metrics": {key: sum(values) / len(values) for key, values in numbers.items()}}
+    return {"seats": seats, "metrics": {key: sum(values) / len(values) for key, values in numbers.items()}}
 
 
 def dump(trace: Any) -> dict[str, Any]:

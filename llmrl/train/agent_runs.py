@@ -19,19 +19,23 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.rollout import ConversationsStopped
 from llmrl.concurrency.daemon_threads import DaemonThreads
-from llmrl.data.ragged.tensordicts import column
-from llmrl.endpoint import RecordingEndpoint
-from llmrl.endpoint.agents import Agent, AgentResult
+from llmrl.data.ragged.tensordicts import column, column_values
+from llmrl.endpoint import RecordingEndpoint, Rollout
+from llmrl.endpoint.agents import Agent, AgentResult, Seat
+from llmrl.endpoint.self_play import SelfPlayAgent
 from llmrl.endpoint.verifiers import VerifiersAgent
 from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.errors import RolloutError, caused_by
 from llmrl.modules.llm.conversation import SampledTurn
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase
+from llmrl.modules.llm.policies.columns import SEAT
+from llmrl.train.environments import env_maker
 from llmrl.train.settings.environment import TaskSettings
 from llmrl.train.settings.types import VERIFIERS
 
 _ENDING_S = 2.0  # for threads to free the rows that they made
+_SEATS = 1 << 40  # apart from the attempts of a rollout, whose seeds are numbered from 0
 _LOOK_S = 0.1  # between looks at whether rollouts were stopped
 _BY_ENDPOINT = ("overridden/temperature", "overridden/top_p")
 COUNTED = (*_BY_ENDPOINT, "calls", "trained", "rows", "rewritten", "rollouts", "retried")
@@ -46,15 +50,26 @@ class AgentTask:
     seed: int
 
 
+@dataclass
+class _Ended:
+    """A rollout's rows, the last of them done; ``seats``: the rewards of all that are trained, by name."""
+
+    rows: TensorDict
+    rollout: Rollout
+    seats: Mapping[str, float]
+
+
 class AgentRuns:
     """The agent of ``env.agent`` on any tasks, all at the same time, or at most ``concurrency`` of them.
 
     A rollout is repeated up to ``env.retries`` times if it raises, within one deadline. One that failed, never called
     the model, or was not done in time has a reward of NaN, with the rows of its last attempt.
 
-    policy  whose engine and sampling parameters answer the agent
-    scored  False: it may return None, which is a reward of 0
-    modes   returns a context in which the engine is called, such as autocast
+    policy   whose engine and sampling parameters answer the agent
+    scored   False: it may return None, which is a reward of 0
+    by_seat  seats have rows and rewards of their own: each rollout of all seats of its group, where need be without an
+             answer, and NaN if it failed. False: all rows have the mean reward
+    modes    returns a context in which the engine is called, such as autocast
 
     ``first_error``: why the first rollout failed; "" if none did
     """
@@ -65,15 +80,21 @@ class AgentRuns:
         policy: LLMWrapperBase,
         *,
         scored: bool = True,
+        by_seat: bool = True,
         concurrency: int | None = None,
         modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         settings = env.agent
-        self._agent: Agent | VerifiersAgent
+        self._agent: Agent | SelfPlayAgent | VerifiersAgent
         if env.name == VERIFIERS:
             self._agent = VerifiersAgent(env.options, policy.renderer.tokenizer, scored=scored)
+        elif env.plays_itself:
+            self._agent = SelfPlayAgent(env_maker(env.name), env.options)
         else:
-            self._agent = Agent(settings.run, settings.command, process=settings.process, scored=scored)
+            self._agent = Agent(
+                settings.run, settings.command, process=settings.process, scored=scored, seats=settings.seats
+            )
+        self._by_seat = by_seat and self._agent.by_session
         self._deadline_s, self._retries = settings.deadline_s, env.retries
         self._engine = policy.engine
         self._endpoint = RecordingEndpoint(
@@ -104,7 +125,7 @@ class AgentRuns:
             rows = self.run(tasks, threading.Event())
             with self.paused():  # of agents that were given up an answer may be in progress
                 return rows
-        ended: list[Any] = [None] * len(tasks)
+        ended: list[_Ended | BaseException | None] = [None] * len(tasks)
         left, all_ended = len(tasks), threading.Event()
 
         def over() -> bool:
@@ -129,10 +150,28 @@ class AgentRuns:
                 raise ConversationsStopped
         if error := next((each for each in ended if isinstance(each, BaseException)), None):
             raise error
-        return cat_rows(ended)
+        if self._by_seat:
+            self._fill_seats(tasks, ended)
+        return cat_rows([each.rows for each in ended])
 
-    def _rollout(self, task: AgentTask, over: Callable[[], bool]) -> TensorDict:
-        """The rows of one task, after as many attempts as it needs."""
+    def _fill_seats(self, tasks: Sequence[AgentTask], ended: Sequence[_Ended]) -> None:
+        """Gives each rollout rows of all seats of its group, each with a seed of its own."""
+        seats: dict[int, dict[str, None]] = {}
+        for task, each in zip(tasks, ended, strict=True):
+            seats.setdefault(task.group, {}).update(dict.fromkeys(each.seats))
+        for task, each in zip(tasks, ended, strict=True):
+            names = list(seats[task.group]) or [""]
+            own = (
+                column_values(each.rows, SEAT) if each.seats else names[:1] * len(each.rows)
+            )  # or it failed, as a whole
+            each.rows[SEAT] = column(own)
+            absent = [Seat(name, each.seats.get(name, math.nan)) for name in names if name not in own]
+            each.rows = cat_rows([*(self._without_answer(each.rollout, seat) for seat in absent), each.rows])
+            seeds = [int(row_seeds(task.seed, [_SEATS + place])) if place else task.seed for place in range(len(names))]
+            each.rows["seed"] = torch.tensor([seeds[names.index(name)] for name in column_values(each.rows, SEAT)])
+
+    def _rollout(self, task: AgentTask, over: Callable[[], bool]) -> _Ended:
+        """What became of one task, after as many attempts as it needs."""
         end, counts = time.monotonic() + self._deadline_s, Counter({"rollouts": 1})
         for attempt in range(self._retries + 1):
             if over():
@@ -148,32 +187,34 @@ class AgentRuns:
                 error = outcome.error
             else:
                 result = outcome.value
-            rows = self._endpoint.finish(key, result.reward, result.sessions)
+            seats = result.seats
+            if seats is not None and not self._by_seat:
+                seats = dict.fromkeys(seats, Seat("", result.reward))
+            rows = self._endpoint.finish(key, result.reward, seats)
             counts.update({**rollout.counters})
-            if rows is None and not error:
+            if rows is None and not error and not (seats and rollout.calls):  # of seats one may have had no turn
                 error = "the agent must call the model at the base URL, with its API key: it made no call"
             if error:
-                result = AgentResult(math.nan, {})
+                result, seats = AgentResult(math.nan, {}), None
                 with self._lock:
                     self.first_error = self.first_error or error
             if not error or not outcome.done or attempt == self._retries:
                 break
             counts["retried"] += 1
         if rows is None:
-            rows = self._endpoint.rows_of(rollout, [self._no_turn()], math.nan)
+            rows = self._without_answer(rollout, next(iter((seats or {}).values()), Seat("", math.nan)))
         with self._lock:  # of a whole rollout at once: others may be under way when they are read
             self._counts.update(counts)
-        count = len(rows)
-        rows["seed"] = torch.full((count,), task.seed)
-        for name, value in (("scores", result.metrics), ("model_calls", rollout.record)):
-            rows["next", name] = column([""] * (count - 1) + [json.dumps(value)])
-        return rows
+        rows["seed"] = torch.full((len(rows),), task.seed)
+        _measured(rows, json.dumps(result.metrics), json.dumps(rollout.record))
+        return _Ended(rows, rollout, {seat.name: seat.reward for seat in (result.seats or {}).values()})
 
-    def _no_turn(self) -> SampledTurn:
-        """In place of the turns of a rollout that has none: no id of it is trained."""
+    def _without_answer(self, rollout: Rollout, seat: Seat) -> TensorDict:
+        """A row for a seat, or a rollout, that made no call: no id of it is trained."""
         ids = torch.tensor([next(iter(self._endpoint.sampler.renderer.stop_token_ids), 0)] * 2)
         nothing, version = torch.zeros(0, dtype=torch.int64), self._engine.version
-        return SampledTurn([], {}, None, None, ids, nothing, nothing.float(), None, None, version, StopReason.ABORT)
+        turn = SampledTurn([], {}, None, None, ids, nothing, nothing.float(), None, None, version, StopReason.ABORT)
+        return _measured(self._endpoint.rows_of(rollout, [turn], [seat]), "", "")
 
     def paused(self) -> AbstractContextManager[None]:
         """Context in which nothing is sampled: answers in progress are waited for, and later requests are held."""
@@ -194,3 +235,10 @@ class AgentRuns:
         self.stop()
         self._agent.close()
         self._threads.close(_ENDING_S)
+
+
+def _measured(rows: TensorDict, scores: str, calls: str) -> TensorDict:
+    """The rows, the last one with what was measured in their rollout and with its calls, as JSON."""
+    for name, value in (("scores", scores), ("model_calls", calls)):
+        rows["next", name] = column([""] * (len(rows) - 1) + [value])
+    return rows

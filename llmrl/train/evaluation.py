@@ -127,7 +127,7 @@ class Evaluator:
     def _agent_rollouts(self) -> list[TensorDictBase]:
         """Those of an agent. Its endpoint is this evaluation's own, so nothing of it reaches what is trained."""
         limits = {"concurrency": self._concurrency, "modes": self.session.autocast}
-        with closing(AgentRuns(self.task.settings, self._policy, **limits)) as runs:
+        with closing(AgentRuns(self.task.settings, self._policy, by_seat=False, **limits)) as runs:
             rollouts = runs.run(self._agent_tasks)
             self.first_error = runs.first_error
         return [rollouts]

@@ -225,7 +225,7 @@ class Task:
         env, maker = self.settings, env_maker(self.settings.name)
         if env.name == VERIFIERS:
             return verifiers_about(env.options)
-        if env.agent is not None or not is_task(maker):
+        if (env.agent is not None and env.agent.is_named) or not is_task(maker):
             return ""
         options = env.options if env.dataset is None or self._has_episodes else {}
         return maker.about(None if settings.dataset else settings.split, at_once=at_once, **options)

@@ -19,6 +19,7 @@ import pytest
 from llmrl import package_envs
 from llmrl.endpoint import RecordingEndpoint
 from llmrl.endpoint import verifiers as adapter
+from llmrl.endpoint.agents import Seat
 from llmrl.endpoint.verifiers import VerifiersAgent, VerifiersOptions, verifiers_rows
 from llmrl.errors import ConfigError, DataError, MissingDependencyError, RolloutError
 from llmrl.testing import FakeEngine, tiny_tokenizer
@@ -66,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if name == "fails" or name == "one" and body["task"]["idx"] == 1:
             return self.answer({"error": "TaskError: no such page"})
         reward = None if name == "unscored" else float("nan") if name == "nan" else 0.5
-        self.answer({"seats": {session: reward}, "metrics": {"exact": 1.0}})
+        self.answer({"seats": [[session, "agent", reward]], "metrics": {"exact": 1.0}})
 
     def answer(self, body):
         text = json.dumps(body).encode()
@@ -231,7 +232,8 @@ def test_seats_are_told_apart_by_the_session_which_may_also_name_the_rollout():
         assert ask(endpoint, "sk-stranger.0", "hi").status_code == 401
         assert [call.asked.session for call in endpoint.rollout(key).calls] == [f"{key}.0", f"{key}.1"]
         assert [call.asked.session for call in endpoint.rollout(other).calls] == [""]
-        rows = endpoint.finish(key, 1.0, [f"{key}.1"])
+        rows = endpoint.finish(key, 1.0, {f"{key}.1": Seat("white", 0.5)})
+        assert (list(rows["env_seat"]), rewards(rows)) == (["white"], [0.5])
         assert [TOKENIZER.decode(ids, skip_special_tokens=True)[-1] for ids in rows["tokens"].full] == ["b"]
         endpoint.begin()
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from llmrl.endpoint import RecordingEndpoint
+from llmrl.endpoint.agents import Seat
 from llmrl.endpoint.verifiers import VerifiersAgent, verifiers_rows
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
@@ -50,14 +51,20 @@ def play(options, engine, *, tasks=2, max_tokens=600):
                 key = endpoint.begin(row, by_session=True)
                 asked = {"task": json.loads(row["task"]), "key": key, "base_url": endpoint.base_url, "model": "llmrl"}
                 answer = agent._server.ask({**asked, "traces": True}, time.monotonic() + 200, lambda: False)
-                played.append((answer, endpoint.finish(key, 1.0, frozenset(answer.get("seats", ())))))
+                seats = {session: Seat(name, reward) for session, name, reward in answer.get("seats", ())}
+                played.append((answer, endpoint.finish(key, 1.0, seats)))
     finally:
         agent.close()
     return played
 
 
 def branches(answer, seats=None):
-    return [b for trace in answer["traces"] if trace["id"] in answer["seats"] for b in trace["branches"]]
+    trained = [session for session, _, _ in answer["seats"]]
+    return [b for trace in answer["traces"] if trace["id"] in trained for b in trace["branches"]]
+
+
+def rewards(answer):
+    return {name: reward for _, name, reward in answer["seats"]}
 
 
 def assert_same(branches, rows):
@@ -78,7 +85,7 @@ def test_branches_of_the_client_for_training_are_the_rows():
     played = play({"taskset": "reverse_text", "config": {"agent": LOOP}, "renderer": "default"}, tiny_engine())
     for answer, rows in played:
         assert_same(branches(answer), rows)
-        [reward], metrics = answer["seats"].values(), answer["metrics"]
+        [reward], metrics = rewards(answer).values(), answer["metrics"]
         assert reward == pytest.approx(metrics["likeness"] + 0.5 * metrics["exact"])
         assert (metrics["turns"], metrics["timeout"]) == (1, 0)
 
@@ -89,7 +96,7 @@ def test_a_conversation_with_a_tool_is_one_row(renderer):
     tool = "secrets_look_up"
     [(answer, rows)] = play(options, FakeEngine([CALL % tool, "It is 4."], tokenizer=TOKENIZER))
     assert "error" not in answer, answer
-    assert list(answer["seats"].values()) == [1.0]
+    assert rewards(answer) == {"agent": 1.0}
     assert len(rows) == 1
     if renderer:
         assert_same(branches(answer), rows)
@@ -99,13 +106,12 @@ def test_seats_are_rows_of_their_own_and_those_that_are_not_trainable_none():
     options = {"taskset": "duet", "config": SEATS, "renderer": "default"}
     for answer, rows in play(options, tiny_engine()):
         assert_same(branches(answer), rows)
-        assert [trace["seat"] for trace in answer["traces"] if trace["id"] in answer["seats"]] in (
-            ["writer", "twin"],
-            ["twin", "writer"],
-        )
-        assert sorted(answer["seats"].values()) == [1.0, 2.0]
+        assert rewards(answer) == {"twin": 1.0, "writer": 2.0}
+        earned = dict(zip(rows["env_seat"], rows["next", "reward"].flatten().tolist(), strict=True))
+        assert earned == {"twin": 1.0, "writer": 2.0}
+        assert rows["next", "done"].all()
     [(answer, rows)] = play({**options, "renderer": None, "seats": ["writer"]}, tiny_engine(), tasks=1)
-    assert list(answer["seats"].values()) == [2.0]
+    assert rewards(answer) == {"writer": 2.0}
     assert len(rows) == 1
 
 

@@ -36,3 +36,25 @@ def opponent(seen):
 def length(completion):
     """A reward in place of the environment's own."""
     return float(len(completion))
+
+
+class Duel:
+    """Each of two says a number: the first earns by how much its own is larger, and the second loses that much; "fold"
+    loses 9.
+    """
+
+    def reset(self, *, seed=None, options=None):
+        self.said = []
+        return "You begin.", {"player": "a"}
+
+    def step(self, action):
+        if action == "raise":
+            raise RuntimeError("the board fell")
+        if action == "fold":
+            lost = -9 if not self.said else 9
+            return "Over.", None, True, False, {"rewards": {"a": lost, "b": -lost}}
+        self.said.append(int(action))
+        if len(self.said) == 1:
+            return "You are second.", None, False, False, {"player": "b"}
+        more = self.said[0] - self.said[1]
+        return "Over.", None, True, False, {"rewards": {"a": more, "b": -more}}

@@ -19,6 +19,7 @@ from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
 from llmrl.data.replay_buffers.storages.row_list import from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
+from llmrl.modules.llm.policies.columns import SEAT
 from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import (
     Advantages,
@@ -47,6 +48,7 @@ class MCAdvantage(Transform):
 
     Reads   prompt_key        int64[B] or B strings, also numpy; default "group_id" if present, else "query"
             "policy_version"  if present: completions of different weights do not form one group
+            "env_seat"        if present: the rewards of each seat of a game are compared among themselves
             rewards_key       float[B, 1, 1], or [B, T, 1], also ragged; NaN or infinite: the completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
@@ -405,8 +407,13 @@ class MCAdvantage(Transform):
         rows = td.batch_size[0]
         versions = None if self.policy_version_key is None else td.get(self.policy_version_key, None)
         key = self.prompt_key or ("query" if td.get("group_id", None) is None else "group_id")
-        columns = [None if c is None else row_values(c, rows, "MCAdvantage") for c in (self._get(td, key), versions)]
-        return list(zip(columns[0], columns[1] or [None] * rows, strict=True))
+        prompts, versions, seats = (
+            None if c is None else row_values(c, rows, "MCAdvantage")
+            for c in (self._get(td, key), versions, td.get(SEAT, None))
+        )
+        if seats is not None:
+            prompts = list(zip(prompts, seats, strict=True))
+        return list(zip(prompts, versions or [None] * rows, strict=True))
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
         """A column, or a list of rows if their lengths differ."""

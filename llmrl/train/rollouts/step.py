@@ -17,7 +17,7 @@ from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.columns import is_plain, trained_keys
+from llmrl.modules.llm.policies.columns import SEAT, is_plain, trained_keys
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import ModelCallRecord, Rollout, ToolCallRecord
@@ -37,7 +37,8 @@ _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 def select_training_columns(data: TensorDictBase, reads: Sequence[NestedKey] = ()) -> TensorDictBase:
     """Selects the columns that advantages and loss read, with those in ``reads``; the others need not be stored."""
-    return data.select(*dict.fromkeys((*_TRAINED, *trained_keys(data), *reads)))
+    seat = [SEAT] if SEAT in data.keys() else []
+    return data.select(*dict.fromkeys((*_TRAINED, *trained_keys(data), *seat, *reads)))
 
 
 def data_columns(data: TensorDictBase) -> dict[str, list[Any]]:
@@ -125,8 +126,8 @@ class StepRollouts:
         self.records = session.gather_on_first(mine)
         self._numbers = _Numbers.of_all(session, mine, _num_turns(data))
         self._watch = self._choose(mine, keep_tokens)
-        reached = set(trained_seeds)
-        kept_groups = {group for seed, group in zip(self._seeds, groups, strict=True) if seed in reached}
+        reached, compared = set(trained_seeds), zip(groups, columns.get(SEAT) or [None] * len(groups), strict=True)
+        kept_groups = {own for seed, own in zip(self._seeds, compared, strict=True) if seed in reached}
         self._num_kept = sum(session.gather([len(kept_groups)]))
 
     def _choose(self, mine: list[Rollout], keep_tokens: int) -> TokenWatch:
@@ -168,7 +169,7 @@ class StepRollouts:
         rows = self._numbers
         rewards = rows.rewards()
         mean = sum(rewards) / len(rewards) if rewards else math.nan
-        groups: dict[int, set[float]] = {}
+        groups: dict[tuple[int, str | None], set[float]] = {}
         for group, reward in zip(rows.groups, rows.all_rewards, strict=True):
             groups.setdefault(group, set()).update({reward} if math.isfinite(reward) else ())
         # A group of one says nothing of this; failed completions are ignored.
@@ -243,7 +244,7 @@ class StepRollouts:
 class _Numbers:
     """What metrics need of conversations: one number each; ``turns`` of their rows."""
 
-    groups: list[int]
+    groups: list[tuple[int, str | None]]  # whose rewards are compared: the group, and the seat
     all_rewards: list[float]  # NaN for those that failed
     versions: list[int]
     tokens: list[int]
@@ -254,7 +255,10 @@ class _Numbers:
     @classmethod
     def of_all(cls, session: Session, mine: Sequence[Rollout], turns: list[int]) -> _Numbers:
         """Those of all ranks, in rank order; a collective."""
-        columns = [(r.group, r.reward, r.version, r.tokens, r.stop_reason, r.columns.get(SOURCE)) for r in mine]
+        columns = [
+            ((r.group, r.columns.get(SEAT)), r.reward, r.version, r.tokens, r.stop_reason, r.columns.get(SOURCE))
+            for r in mine
+        ]
         groups, rewards, versions, tokens, reasons, sources = zip(*columns, strict=True) if mine else ((),) * 6
         own = cls(
             [*groups],

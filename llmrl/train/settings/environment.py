@@ -15,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
 from llmrl.settings import Settings
-from llmrl.train.settings.types import EMBEDDED, EPISODES, VERIFIERS, EnvName, FormatName, FunctionName, ToolName
+from llmrl.train.settings.types import EMBEDDED, EPISODES, GAMES, VERIFIERS, EnvName, FormatName, FunctionName, ToolName
 
 _ALL = {"train": "all"}  # each branch of a trace is a row
 
@@ -77,6 +77,12 @@ class AgentSettings(Settings):
         "main",
         description="calls that are trained: main, of the first conversation; all, also of sub-agents and edited "
         "histories; longest, of the conversation with the most sampled tokens",
+    )
+    seats: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="of an agent that plays several, each named in X-Session-ID: those that are trained, whose rewards "
+        "it returns by name",
     )
 
     @property
@@ -224,10 +230,15 @@ class TaskSettings(Settings):
         name = re.sub(r"\.(jsonl|json|parquet|csv)$", "", Path(self.dataset).name, flags=re.IGNORECASE)
         return re.sub(r"[^\w.-]+", "-", name).strip("-") or self.name
 
+    @property
+    def plays_itself(self) -> bool:
+        """True if rollouts are made by an agent of the environment's own: verifiers, and games with all seats."""
+        return _plays_itself(self.name, self.options)
+
     @model_validator(mode="before")
     @classmethod
-    def _verifiers_plays_as_an_agent(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or data.get("name") != VERIFIERS:
+    def _plays_as_an_agent(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or not _plays_itself(data.get("name"), data.get("options")):
             return data
         agent = data.get("agent") or {}
         return {**data, "agent": {**_ALL, **agent} if isinstance(agent, Mapping) else agent}
@@ -258,7 +269,7 @@ class TaskSettings(Settings):
         """Raises ValueError for settings that an agent replaces."""
         if ":" in self.name:
             raise ValueError(f"env.agent gets rows, not an environment: name {self.name} is one; set env.dataset")
-        own = self.name == VERIFIERS
+        own = self.plays_itself
         if own == self.agent.is_named:
             raise ValueError(
                 f"env {self.name} plays its tasks itself: leave out env.agent.{'run' if self.agent.run else 'command'}"
@@ -312,6 +323,11 @@ class TaskSettings(Settings):
         if faults:
             raise ValidationError.from_exception_data(type(self).__name__, faults)
         return self
+
+
+def _plays_itself(name: object, options: object) -> bool:
+    has_seats = isinstance(options, Mapping) and options.get("seats") is not None
+    return name == VERIFIERS or (name in GAMES and has_seats)
 
 
 SHARED_BY_SOURCES = ("retries", "on_rewrite", "max_prompt_tokens", "too_long", "max_conversation_tokens")

@@ -15,6 +15,7 @@ from llmrl.text_files import why_not_text
 
 EMBEDDED = ("sums", "big_sums", "colours", "arithmetic")  # tasks whose problems come with the package
 VERIFIERS = "verifiers"  # its tasks are played by an agent: see `llmrl.endpoint.verifiers`
+GAMES = ("textarena", "text_env")  # of which the policy may play all seats: see `llmrl.endpoint.self_play`
 EPISODES = ("openenv", "textarena", "gem", "text_env")  # environments with reset and step
 ENVIRONMENTS = (*EMBEDDED, "gsm8k", "math", "countdown", "ifeval", "reasoning_gym", *EPISODES, VERIFIERS, "chat")
 ENGINES = ("transformers", "vllm")

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ class TextEnv(EpisodeEnv):
     NAME: ClassVar[str] = "text_env"
     FACTORY: ClassVar[str | None] = None  # of a package's environments, by env_id
     PACKAGE: ClassVar[tuple[str, str]] = ("", "")  # its name, and its version that was tried
+    ALL: ClassVar[str | None] = None  # the argument "seat" of a game that the policy plays alone
 
     @classmethod
     def turns(
@@ -46,6 +47,7 @@ class TextEnv(EpisodeEnv):
         start_timeout_s: float = 60.0,
         step_timeout_s: float = 60.0,
         max_chars: int = 16000,
+        seats: Sequence[Any] | str | None = None,
     ) -> tuple[Sequence[Tool], EpisodeTurns]:
         """The transform that keeps the episodes.
 
@@ -56,7 +58,38 @@ class TextEnv(EpisodeEnv):
         reward           "sum" or "last" of the rewards of an episode's steps
         start_timeout_s  seconds for the first observation; step_timeout_s: for each further one
         max_chars        of one observation; the middle of a longer one is cut, with a notice
+        seats            of a game that the policy plays alone, which are those that are trained, or "all": not an
+                         environment but an agent, `SelfPlayAgent`
         """
+        if seats is not None:
+            raise ConfigError(f"{cls.NAME}: seats: a game with itself is several conversations: it is for recipes.")
+        make, close = cls.games(
+            factory=factory,
+            env_id=env_id,
+            arguments=arguments,
+            python=python,
+            processes=processes,
+            start_timeout_s=start_timeout_s,
+            step_timeout_s=step_timeout_s,
+        )
+        late = {"start_timeout_s": start_timeout_s + _GRACE_S, "step_timeout_s": step_timeout_s + _GRACE_S}
+        shared = {"reward": reward, "concurrency": processes, "max_chars": max_chars, "on_close": close}
+        return [], EpisodeTurns(make, **shared, **late)
+
+    @classmethod
+    def games(
+        cls,
+        *,
+        factory: str | None = None,
+        env_id: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        python: str | None = None,
+        processes: int = 1,
+        seats: Sequence[Any] | str | None = None,
+        start_timeout_s: float = 60.0,
+        step_timeout_s: float = 60.0,
+    ) -> tuple[Callable[[], _Game], Callable[[], None]]:
+        """What makes an episode, and what ends the processes; the arguments are those of `turns`."""
         given, other = (factory, env_id) if cls.FACTORY is None else (env_id, factory)
         if not isinstance(given, str) or other is not None or (cls.FACTORY is None and ":" not in given):
             form = "factory must be as my_games:make" if cls.FACTORY is None else "env_id must name an environment"
@@ -66,30 +99,22 @@ class TextEnv(EpisodeEnv):
             python = str(python_of(cls.NAME))
         hosts = [_Host(python) for _ in range(processes)]
         named = {} if cls.FACTORY is None else {"env_id": env_id}
+        named |= {} if seats is None or cls.ALL is None else {"seat": cls.ALL}
         game = {"factory": cls.FACTORY or factory, "arguments": {**named, **(arguments or {})}}
         places = itertools.count()
-        late = {"start_timeout_s": start_timeout_s + _GRACE_S, "step_timeout_s": step_timeout_s + _GRACE_S}
 
         def close() -> None:
             for host in hosts:
                 host.close()
 
-        turns = EpisodeTurns(
-            lambda: _Game(hosts[next(places) % processes], game, start_timeout_s, step_timeout_s),
-            reward=reward,
-            concurrency=processes,
-            max_chars=max_chars,
-            on_close=close,
-            **late,
-        )
-        return [], turns
+        return lambda: _Game(hosts[next(places) % processes], game, start_timeout_s, step_timeout_s), close
 
     @classmethod
     def about(cls, eval_split: str | None, *, at_once: int, python: str | None = None, **options: Any) -> str:
         """Starts one episode. Raises MissingDependencyError without the package, ConfigError if it cannot start."""
-        turns = cls.turns(python=python, **keywords_of(cls.turns, options))[1]
+        make, close = cls.games(python=python, **keywords_of(cls.games, options))
         try:
-            game, (name, tried) = turns.make(), cls.PACKAGE
+            game, (name, tried) = make(), cls.PACKAGE
             version = game.version(name) if name else None
             if name and version is None:
                 raise MissingDependencyError(
@@ -102,9 +127,10 @@ class TextEnv(EpisodeEnv):
             except RolloutError as error:
                 raise ConfigError(f"{cls.NAME}: an episode must start: {error}") from error
             told = f"{name} {version} · {options['env_id']}" if name else options["factory"]
-            return f"{told} · {turns.concurrency} process{'es' * (turns.concurrency > 1)} · begins {first.text[:60]!r}"
+            count = options.get("processes", 1)
+            return f"{told} · {count} process{'es' * (count > 1)} · begins {first.text[:60]!r}"
         finally:
-            turns.close()
+            close()
 
 
 class GEMEnv(TextEnv):
@@ -117,6 +143,7 @@ class TextArenaEnv(TextEnv):
     """Conversations with a game of TextArena, whose ``arguments`` are those of `textarena_game.Game`."""
 
     NAME, FACTORY, PACKAGE = "textarena", "llmrl.envs.llm.tasks.textarena_game:Game", ("textarena", "0.7.4")
+    ALL = "all"
 
 
 class _Host:

@@ -1,7 +1,8 @@
 """Runs text environments in a process of their own, by this Python or another; `text_env` starts this file as a script.
 
 An environment has ``reset(seed=...) -> text, info`` and ``step(text) -> text, reward, terminated, truncated, info``, as
-gymnasium's and GEM's do; gymnasium's older forms are read too.
+gymnasium's and GEM's do; gymnasium's older forms are read too. In a game for several, info["player"] says whose turn it
+is, and info["rewards"] at its end what each has earned.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ def _observed(observation: Any, reward: Any, terminated: Any, truncated: Any, in
     if isinstance(info, Mapping) and isinstance(suffix := info.get("suffix"), str):  # GEM's request for the next action
         observation = f"{observation}\n{suffix}"
     reward = None if reward is None else float(reward)
-    return {"text": observation, "reward": reward, "terminated": bool(terminated), "truncated": bool(truncated)}
+    seen = {"text": observation, "reward": reward, "terminated": bool(terminated), "truncated": bool(truncated)}
+    if isinstance(info, Mapping) and "player" in info:
+        seen["player"] = str(info["player"])
+    if isinstance(info, Mapping) and "rewards" in info:
+        seen["rewards"] = {str(player): float(earned) for player, earned in info["rewards"].items()}
+    return seen
 
 
 def _close(number: int, given: None) -> None:

@@ -1,4 +1,4 @@
-"""A game of TextArena (tried with 0.7.4) from one seat, as an environment with reset and step on text."""
+"""A game of TextArena (tried with 0.7.4) from one seat or all, as an environment with reset and step on text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmrl.loading import load_function
 class Game:
     """``textarena.make(env_id, **options)``; in the other seats plays ``opponent``.
 
-    seat      number of the policy's player; "any": by the seed, each in turn
+    seat      number of the policy's player; "any": by the seed, each in turn; "all": every player
     players   their number; None: 1 without an opponent, else 2
     opponent  "module:name" of a function from what a player sees to its action
     """
@@ -28,17 +28,17 @@ class Game:
 
         self._env = textarena.make(env_id, **options)
         self._play = None if opponent is None else load_function(opponent, what="opponent")
-        self._players = players or (1 if opponent is None else 2)
+        self._players = players or (1 if opponent is None and seat != "all" else 2)
         self._seat = seat
-        if self._players > 1 and self._play is None:
+        if self._players > 1 and self._play is None and seat != "all":
             raise ValueError(f"{env_id} with {self._players} players needs an opponent: my_module:function")
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self._env.reset(num_players=self._players, seed=seed)
-        self._mine = (seed or 0) % self._players if self._seat == "any" else int(self._seat)
-        self._seen = ""
-        text, *_ = self._until_mine(False)
-        return text, {}
+        self._mine = {"any": [(seed or 0) % self._players], "all": range(self._players)}.get(self._seat, [self._seat])
+        self._seen = dict.fromkeys(self._mine, "")
+        text, *_, info = self._until_mine(False)
+        return text, info
 
     def step(self, action: str) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
         done, _ = self._env.step(action)
@@ -47,10 +47,10 @@ class Game:
     def _until_mine(self, done: bool) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
         while not done:
             player, seen = self._env.get_observation()
-            if player == self._mine:
-                # Most games show all that happened, of which the policy has read the beginning.
-                text, self._seen = seen.removeprefix(self._seen).lstrip("\n"), seen
-                return text, None, False, False, {}
+            if player in self._mine:
+                # Most games show all that happened, of which the player has read the beginning.
+                text, self._seen[player] = seen.removeprefix(self._seen[player]).lstrip("\n"), seen
+                return text, None, False, False, {"player": player}
             done, _ = self._env.step(self._play(seen))
         rewards, _ = self._env.close()
-        return "The game is over.", float(rewards[self._mine]), True, False, {}
+        return "The game is over.", float(rewards[self._mine[0]]), True, False, {"rewards": rewards}

@@ -37,13 +37,18 @@ _FAILED = "(The environment could not be started.)"
 
 @dataclass
 class Observed:
-    """What an environment answers: text, a reward if it gives one now, and whether the episode is over."""
+    """What an environment answers: text, a reward if it gives one now, and whether the episode is over.
+
+    In a game that the policy plays alone, ``player`` reads the text and acts next, and ``rewards`` end it.
+    """
 
     text: str
     reward: float | None = None
     terminated: bool = False
     truncated: bool = False
     refused: bool = False  # the action could not be taken: the text says why, and the episode goes on
+    player: str | None = None
+    rewards: dict[str, float] | None = None
 
     @property
     def done(self) -> bool:

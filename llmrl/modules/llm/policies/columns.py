@@ -19,6 +19,7 @@ from llmrl.errors import DataError
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.vision import MEDIA, read_media, write_media
 
+SEAT = "env_seat"  # text: the agent of a rollout of several, whose rewards are compared with those of the same one
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -60,6 +61,7 @@ RESERVED: Mapping[str, str] = {
     **dict.fromkeys(CONTAINERS, "a view of the conversation"),
     MEDIA: "the tensors of its images",
     "group_id": "the number of the prompt's draw",
+    SEAT: "the agent of a game that the row is of",
     "seed": "the seed of the row's sampling",
     "stop_reason": "the end of the model's turn",
     "policy_version": "the version of the weights",
