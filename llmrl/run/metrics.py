@@ -84,6 +84,7 @@ METRICS: dict[str, str] = {
     "engine/prefix_hit_frac": "vLLM: share of the prompt tokens that were found in the prefix cache",
     "engine/waiting_max": "vLLM: most requests that waited for room after one of the engine's steps",
     "curriculum/moved": "prompts that changed their pool in this step, but for unseen ones",
+    "curriculum/level": "level of the prompts that are drawn after this step, from 0",
     "rollout/failed": "conversations lost in this step",
     "rollout/turns_mean": "assistant turns per conversation",
     "agent/calls_mean": "calls of the model per rollout of an agent, those of attempts that failed too",
@@ -125,6 +126,7 @@ METRICS: dict[str, str] = {
 _FAMILIES = {
     r"reward/[\w.-]+/\w+": "reward/<function>/mean",
     r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean",
+    r"curriculum/[\w.-]+/level": "curriculum/level",
     r"curriculum/([\w.-]+/)?[\w.-]+/(prompts|drawn)": "curriculum/<pool>/prompts",
     r"source/[\w.-]+/(prompts|reward|failed|truncated_frac)": "source/<source>/reward",
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, IndexedRows, row_seeds
 from llmrl.errors import CheckpointError, ConfigError, RolloutError
@@ -58,7 +59,10 @@ class PooledOrder:
         self._prompts = torch.tensor(self._prompt_of)  # int64[rows]
         self._copies = torch.bincount(self._prompts).tolist()  # the rows of each prompt
         self._pools = torch.zeros(len(numbers), dtype=torch.int64)  # of each prompt, a place in ``names``
-        self._sizes = [len(self._prompt_of), *[0] * len(settings.names)]  # rows of each pool
+        self._levels = _levels_of(rows.dataset, settings, self._prompt_of)  # of each prompt, from 0
+        self._sizes = torch.zeros(int(self._levels.max()) + 1, len(self.names), dtype=torch.int64)  # rows of each pool
+        self._sizes[:, 0] = torch.bincount(self._levels, torch.bincount(self._prompts).double()).long()
+        self.level, self._of_level = 0, []  # the level that is drawn, and the means of its groups since it began
         self._means: dict[int, list[float]] = {}  # of the last groups of each prompt that has been seen
         self._next = 0  # place in the endless order of rows, behind the last one that was drawn
         self._first, self._drawn = 0, []  # the rows of the draws from ``_first`` on
@@ -100,7 +104,34 @@ class PooledOrder:
             before = int(self._pools[prompt])
             self._place(prompt)
             moved += before not in (0, int(self._pools[prompt]))
+            if int(self._levels[prompt]) == self.level:
+                self._of_level.append(mean)
+                self._move_level()
         return moved
+
+    @property
+    def num_levels(self) -> int:
+        return len(self._sizes)
+
+    def _move_level(self) -> None:
+        rule = self._settings.levels
+        if rule is None or len(self._of_level) < rule.window:
+            return
+        mean = math.fsum(self._of_level[-rule.window :]) / rule.window
+        by = int(mean > rule.above) - int(mean < rule.below)
+        if 0 <= self.level + by < len(self._sizes) and by:
+            self.level, self._of_level = self.level + by, []
+        else:
+            self._of_level = self._of_level[-rule.window :]
+
+    @property
+    def _chances(self) -> Tensor:
+        """float64[levels, pools]: the weights of prompts."""
+        rule, levels = self._settings.levels, torch.arange(len(self._sizes))
+        if rule is None:
+            return self._weights.expand(len(self._sizes), -1)
+        factors = torch.where(levels < self.level, rule.easier, (levels == self.level).double())
+        return factors[:, None] * self._weights
 
     def pool(self, draw: int) -> str:
         """The name of the pool that the prompt of this draw is in now."""
@@ -108,14 +139,15 @@ class PooledOrder:
 
     def counts(self) -> dict[str, int]:
         """The number of rows in each pool."""
-        return dict(zip(self.names, self._sizes, strict=True))
+        return dict(zip(self.names, self._sizes.sum(0).tolist(), strict=True))
 
     def _place(self, prompt: int) -> None:
         known = self._means[prompt]
         was, pool = int(self._pools[prompt]), self.names.index(self._settings.pool_of(math.fsum(known) / len(known)))
         self._pools[prompt] = pool
-        self._sizes[was] -= self._copies[prompt]
-        self._sizes[pool] += self._copies[prompt]
+        level = int(self._levels[prompt])
+        self._sizes[level, was] -= self._copies[prompt]
+        self._sizes[level, pool] += self._copies[prompt]
 
     def _prompt(self, draw: int) -> int:
         with self._lock:
@@ -132,15 +164,16 @@ class PooledOrder:
         missing = end - self._first - len(self._drawn)
         if missing <= 0:
             return
-        sizes = torch.tensor(self._sizes)
-        most = self._weights[sizes > 0].max()
-        share = float((self._weights * sizes).sum() / (most * sizes.sum()))  # of the places that are drawn
+        sizes, weights = self._sizes, self._chances
+        most = weights[sizes > 0].max()
+        share = float((weights * sizes).sum() / (most * sizes.sum()))  # of the places that are drawn
         while missing > 0:
             size = len(self._prompt_of)
             count = min(max(16, math.ceil(1.5 * missing / share)), _MOST_AT_ONCE, size - self._next % size)
             places = range(self._next, self._next + count)
             rows = [self._rows.in_order(place) for place in places]
-            chances = self._weights[self._pools[self._prompts[rows]]] / most
+            prompts = self._prompts[rows]
+            chances = weights[self._levels[prompts], self._pools[prompts]] / most
             uniform = row_seeds(self._seed, places, [_CHOICE]).double() / 2.0**63
             taken = (uniform < chances).nonzero().flatten()[:missing].tolist()
             self._drawn += [rows[at] for at in taken]
@@ -158,6 +191,8 @@ class PooledOrder:
                 "first": self._first,
                 "drawn": torch.tensor(self._drawn, dtype=torch.int64),
                 "lows": list(self._lows),
+                "level": self.level,
+                "of_level": list(self._of_level),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +212,7 @@ class PooledOrder:
         self._next, self._first, self._drawn = state["next"], state["first"], state["drawn"].tolist()
         self._asked = self._first
         self._lows.extend(state["lows"])
+        self.level, self._of_level = state.get("level", 0), list(state.get("of_level", ()))
 
 
 class Curriculum:
@@ -206,12 +242,18 @@ class Curriculum:
                 )
         options = {"seed": seed, "lag": max_staleness + 4}
         self._orders = {name: PooledOrder(primer.source, settings, **options) for name, primer in primers.items()}
+        if settings.levels and not any(order.num_levels > 1 for order in self._orders.values()):
+            raise ConfigError(
+                f"curriculum.levels: prompts must have several levels in a column {settings.levels.column!r}: they "
+                "have not; set curriculum.levels.column, or levels in env.options of reasoning_gym."
+            )
 
     def observe(self, data: TensorDictBase) -> dict[str, float]:
         """Takes the rewards of this rank's groups of a step; a collective. Draws after it are by the new pools.
 
         Returns  "curriculum/<pool>/prompts", rows in the pool from now on, and "curriculum/<pool>/drawn", groups of the
-                 step that were drawn from it, with the source before the pool in a mix; "curriculum/moved"
+                 step that were drawn from it, with the source before the pool in a mix; "curriculum/level", of the next
+                 draws; "curriculum/moved"
         """
         own = (_group_means(data), {name: order.progress for name, order in self._orders.items()})
         ranks = self._session.gather([own])
@@ -225,6 +267,8 @@ class Curriculum:
             order.agree([progress[name] for _, progress in ranks])
             drawn = [order.pool(draw) for draw, _ in found[name]]
             moved += order.observe([(draw, mean) for draw, mean in found[name] if math.isfinite(mean)])
+            if order.num_levels > 1:
+                metrics["/".join(filter(None, ("curriculum", name, "level")))] = order.level
             for pool, count in order.counts().items():
                 label = "/".join(filter(None, ("curriculum", name, pool)))
                 metrics |= {f"{label}/prompts": count, f"{label}/drawn": drawn.count(pool)}
@@ -248,6 +292,23 @@ def _group_means(data: TensorDictBase) -> dict[int, float]:
         rewards.setdefault(group, []).append(reward)
     finite = {group: [reward for reward in own if math.isfinite(reward)] for group, own in rewards.items()}
     return {group: math.fsum(own) / len(own) if own else math.nan for group, own in finite.items()}
+
+
+def _levels_of(rows: Sequence[Any], settings: CurriculumSettings, prompt_of: Sequence[int]) -> Tensor:
+    """int64[prompts]: the level of each, from 0, the numbers in the column in order; 0 if no row has the column."""
+    column, found = settings.levels.column if settings.levels else "", {}
+    if not any(column in row for row in rows):
+        return torch.zeros(max(prompt_of) + 1, dtype=torch.int64)
+    for row, prompt in zip(rows, prompt_of, strict=True):
+        level = row.get(column)
+        if isinstance(level, bool) or not isinstance(level, int | float) or not math.isfinite(level):
+            raise ConfigError(
+                f"curriculum.levels: every row must have a number in the column {column!r}: got {level!r} in a row "
+                f"with {', '.join(row)}."
+            )
+        found[prompt] = level
+    places = {level: place for place, level in enumerate(sorted(set(found.values())))}
+    return torch.tensor([places[found[prompt]] for prompt in range(len(found))])
 
 
 def _key(row: Any) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from llmrl.envs.llm.transforms.dataloading import IndexedRows
-from llmrl.errors import CheckpointError, RolloutError
+from llmrl.errors import CheckpointError, ConfigError, RolloutError
 from llmrl.train.curriculum import PooledOrder
 from llmrl.train.settings.curriculum import CurriculumSettings
 from tests.recipes.conftest import MIX
@@ -52,6 +52,59 @@ def test_the_pool_is_by_the_mean_of_the_last_groups_and_rows_of_equal_content_ar
         order.observe([(0, mean) for mean in means])
         assert (order.pool(0), order.pool(2), order.pool(1)) == (pool, pool, "unseen"), "(1 + 0.8) / 2 is not above 0.9"
     assert order.counts() == {"unseen": 1, "easy": 0, "hard": 2, "medium": 0}
+
+
+def levels_order(count=60, **levels):
+    """Prompts of the levels 1, 5 and 9 in turn, of which each epoch has 20."""
+    rows = IndexedRows([{"query": f"{n}", "level": (1, 5, 9)[n % 3]} for n in range(count)], shuffle=True, seed=1)
+    settings = CurriculumSettings(levels={"window": 10, **levels}, pools={"all": {}})
+    return PooledOrder(rows, settings, seed=1)
+
+
+def learn(order, success, steps, first=0):
+    """For each step, the level that it was drawn at and how many of its ten prompts are of the levels 1, 5 and 9."""
+    found = []
+    for step in range(first, first + steps):
+        rows, level = order.pick(range(step * 10, (step + 1) * 10)), order.level
+        found.append((level, [sum(row % 3 == kind for row in rows) for kind in range(3)]))
+        order.agree([order.progress])
+        order.observe([(step * 10 + at, success[row % 3]) for at, row in enumerate(rows)])
+    return found
+
+
+def test_levels_go_up_and_down_by_the_mean_of_their_last_groups():
+    order = levels_order()
+    assert learn(order, (0.7, 0, 0), 3) == [(0, [10, 0, 0])] * 3, (
+        "0.7 is not above 0.8, and what was not reached is not drawn"
+    )
+    # Seven groups of ten must be new: 0.3 * 0.7 + 0.7 * 0.9 = 0.84, so the level moves within the next step.
+    assert learn(order, (0.9, 0.5, 0), 1, first=3) == [(0, [10, 0, 0])]
+    drawn = learn(order, (0.9, 0.5, 0), 40, first=4)
+    assert {level for level, _ in drawn} == {1}
+    easier, level, harder = map(sum, zip(*(counts for _, counts in drawn), strict=True))
+    assert harder == 0
+    assert easier / level == pytest.approx(0.1, abs=3 * (0.1 * 0.9 / level) ** 0.5), (
+        "a few of the easier level come again"
+    )
+    found = [level for level, _ in learn(order, (0.5, 0.0, 0), 3, first=44)]
+    assert found == [1, 0, 0], "a level that is too hard is left"
+    learn(order, (1, 1, 1), 5, first=47)
+    assert order.level == 2, "the last level is not left upwards"
+
+
+def test_a_level_is_resumed_exactly_and_data_without_levels_are_refused():
+    one, success = levels_order(), (0.9, 0.6, 0.1)
+    learn(one, success, 7)
+    other = levels_order()
+    other.load_state_dict(one.state_dict())
+    assert other.level == one.level == 1
+    # Until the window is full again the rest of it decides, which is in the state too.
+    assert learn(other, (0.9, 0.95, 0.1), 30, first=7) == learn(one, (0.9, 0.95, 0.1), 30, first=7)
+    rows = IndexedRows([{"query": "a", "level": 1}, {"query": "b"}], shuffle=False, seed=0)
+    with pytest.raises(ConfigError, match="a number in the column 'level': got None in a row with query"):
+        PooledOrder(rows, CurriculumSettings(levels={}))
+    with pytest.raises(ValueError, match=r"below must be less than above: got 0.5, 0.5"):
+        CurriculumSettings(levels={"above": 0.5, "below": 0.5})
 
 
 def test_ranks_draw_what_one_process_draws_also_when_one_is_ahead_and_after_a_resume():

@@ -402,7 +402,8 @@ def _curriculum(config: GRPOConfig) -> Rows:
     if config.curriculum is None:
         return []
     pools = " · ".join(f"{name}: {pool.label}" for name, pool in config.curriculum.pools.items())
-    return [("curriculum", f"by the mean of the last {counted(config.curriculum.window, 'group')} · {pools}")]
+    rows = [("curriculum", f"by the mean of the last {counted(config.curriculum.window, 'group')} · {pools}")]
+    return rows if config.curriculum.levels is None else [*rows, ("", config.curriculum.levels.label)]
 
 
 def _tools_and_user(task: Task) -> Rows:

@@ -31,6 +31,31 @@ class PoolSettings(Settings):
         return f"{' and '.join(bounds) or 'all others'}, weight {self.weight:g}"
 
 
+class LevelSettings(Settings):
+    """Prompts of one level at a time, and few of easier ones; the level goes up and down by its groups' rewards."""
+
+    column: str = Field("level", description="column of the data with the level of a prompt, a number")
+    above: float = Field(0.8, description="a mean reward of more than this: the next level")
+    below: float = Field(0.2, description="a mean reward of less than this: the level before")
+    window: int = Field(16, ge=1, description="groups of the level whose mean reward counts, the last ones")
+    easier: float = Field(
+        0.1, ge=0.02, le=1, description="chance of a prompt of an easier level, in proportion to those of the level"
+    )
+
+    @property
+    def label(self) -> str:
+        return (
+            f"one level of {self.column!r} at a time, the next above a mean reward of {self.above:g} over the last "
+            f"{self.window} groups, the one before below {self.below:g}; easier ones with weight {self.easier:g}"
+        )
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> LevelSettings:
+        if self.below >= self.above:
+            raise ValueError(f"curriculum.levels: below must be less than above: got {self.below:g}, {self.above:g}")
+        return self
+
+
 class CurriculumSettings(Settings):
     """Pools of prompts by the mean reward of their last groups; a prompt is of the first pool that takes it."""
 
@@ -43,6 +68,10 @@ class CurriculumSettings(Settings):
         description="by name: {easy: {above: 0.9, weight: 0.1}, medium: {}, hard: {below: 0.1, weight: 0.2}}",
     )
     window: int = Field(4, ge=1, description="groups of a prompt whose mean reward counts, the last ones")
+
+    levels: LevelSettings | None = Field(
+        None, description="of difficulty, one after the other: {above: 0.8, below: 0.2, window: 16}; null: all at once"
+    )
 
     @model_validator(mode="after")
     def _pools_take_every_prompt_once(self) -> CurriculumSettings:

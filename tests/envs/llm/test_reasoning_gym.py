@@ -54,7 +54,7 @@ def generated(*requests):
 def test_every_task_gives_its_own_solution_1_and_any_other_answer_what_the_library_gives():
     names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
     assert len(names) >= 106
-    requests = [[n, json.dumps(MIX if n == "composite" else {}), 1, SLOW.get(n, 20)] for n in names]
+    requests = [[n, json.dumps(MIX if n == "composite" else {}), 1, SLOW.get(n, 20), None] for n in names]
     by_name = dict(zip(names, generated(*requests), strict=True))
     assert {n: len(rows) for n, rows in by_name.items()} == {n: SLOW.get(n, 20) for n in names}
     rows = [row for made in by_name.values() for row in made]
@@ -213,3 +213,25 @@ def test_an_old_package_is_refused_with_the_command(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.1.9")
     with pytest.raises(MissingDependencyError, match=r"0\.1\.25 or newer: got 0\.1\.9; run: pip install -U 'llmrl\["):
         ReasoningGymEnv.rows(**SUMS)
+
+
+@pytest.mark.slow
+def test_items_are_divided_among_levels_of_the_librarys_curriculum_or_of_ones_own():
+    rows = ReasoningGymEnv.rows(task="chain_sum", items=41, levels=3)
+    assert [sum(row["level"] == level for row in rows) for level in range(3)] == [14, 14, 13]
+    for row in rows:  # terms and digits of the curriculum: 2 and 1 at first, then up to one more
+        terms = row["question"].rpartition(": ")[2].rpartition(" = ")[0].replace("-", "+").split(" + ")
+        assert len(terms) <= 2 + row["level"]
+        assert all(len(term.strip("+ ")) <= 1 + row["level"] for term in terms)
+    own = {"levels": [{"max_terms": 2}, {"max_terms": 4, "min_terms": 4}], "config": {"min_terms": 2, "max_digits": 1}}
+    rows = ReasoningGymEnv.rows(task="chain_sum", items=10, eval_items=10, split="test", **own)
+    assert {row["level"]: json.loads(json.loads(row["item"])[1])["max_terms"] for row in rows} == {0: 2, 1: 4}
+    env = ReasoningGymEnv(task="chain_sum", items=2, num_envs=2, shuffle=False, **own)
+    solved = [f"<answer>{row['answer']}</answer>" for row in ReasoningGymEnv.rows(task="chain_sum", items=2, **own)]
+    assert rewards(env, solved) == [1.0, 1.0]
+    with pytest.raises(ConfigError, match="at most 2 levels, as many as there are items: got 3"):
+        ReasoningGymEnv.rows(task="chain_sum", items=2, levels=3)
+    with pytest.raises(ConfigError, match=r"env.options.levels: the curriculum of chain_sum has 11: got more"):
+        ReasoningGymEnv.rows(task="chain_sum", items=20, levels=12)
+    with pytest.raises(ConfigError, match=r"env.options.levels: composite has no curriculum: give a list"):
+        ReasoningGymEnv.rows(task="composite", config=MIX, items=20, levels=2)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 1, 25)  # with all 106 tasks; its items are those that the tests were run with
 ITEMS, EVAL_ITEMS = 1000, 200  # by default
+LEVEL = "level"  # the column that a curriculum by levels reads
 # The library draws item i from Random(seed + i): seeds that are close share items. numpy takes seeds below 2 ** 32.
 _SEEDS = {"train": 0, "validation": 1 << 30, "test": 1 << 31}
 _SCORE = f"{reasoning_gym_process.__name__}:score"
@@ -43,6 +44,8 @@ class ReasoningGymEnv(TaskEnv):
     items_seed   of the training items, which are those of ``create_dataset(task, size=items, seed=items_seed)``
     prompt       a system prompt of the library by name, as "default", in place of `SYSTEM_PROMPT`
     deadline_s   seconds in which the items of a split must be generated
+    levels       of difficulty, from easy to hard, among which the items are divided: their number in the library's own
+                 curriculum, of which ``config`` changes settings; or a list of settings, each beside ``config``
 
     The other arguments are those of `TaskEnv`. ``dataset``, a file or rows with "question", "answer" and "item" as
     `rows` returns them, replaces ``task``: other versions of the library make other items of the same seed.
@@ -64,6 +67,7 @@ class ReasoningGymEnv(TaskEnv):
         eval_items: int = EVAL_ITEMS,
         items_seed: int = 0,
         deadline_s: float = 300.0,
+        levels: int | Sequence[Mapping[str, Any]] | None = None,
         prompt: str | None = None,
         dataset: str | Path | Sequence[Row] | None = None,
         name: str | None = None,
@@ -78,7 +82,7 @@ class ReasoningGymEnv(TaskEnv):
             system_prompt = prompts[prompt]
         if isinstance(dataset, str | Path | None):
             made = {"task": task, "config": config, "items": items, "eval_items": eval_items}
-            made |= {"items_seed": items_seed, "deadline_s": deadline_s}
+            made |= {"items_seed": items_seed, "deadline_s": deadline_s, "levels": levels}
             dataset = self.rows(dataset, name=name, split=split, **made)
         super().__init__(dataset=dataset, system_prompt=system_prompt, **options)
 
@@ -95,9 +99,10 @@ class ReasoningGymEnv(TaskEnv):
         eval_items: int = EVAL_ITEMS,
         items_seed: int = 0,
         deadline_s: float = 300.0,
+        levels: int | Sequence[Mapping[str, Any]] | None = None,
     ) -> Sequence[Row]:
         """The items of a split: "question", "answer" (None where the library has no solution of its own), and "item",
-        which the score reads. Held-out items that are training items too are left out.
+        which the score reads; with ``levels`` also "level", from 0. Held-out items that are trained too are left out.
         """
         package_version()
         if dataset is not None:
@@ -118,12 +123,11 @@ class ReasoningGymEnv(TaskEnv):
             raise ConfigError(f"reasoning_gym: env.options.deadline_s must be seconds, above 0: got {deadline_s!r}.")
         if not isinstance(config, Mapping | None):
             raise ConfigError(f"reasoning_gym: env.options.config must be a mapping: got {config!r:.80}.")
-        settings = json.dumps(dict(config or {}), sort_keys=True, default=str)
-        trained = _generated(task, settings, items_seed, items, "items", float(deadline_s))
+        given = {"config": config, "levels": levels, "deadline_s": float(deadline_s)}
+        trained = _of_levels(task, items_seed, items, "items", **given)
         if split == "train":
             return trained
-        seed = items_seed + _SEEDS[split]
-        made = _generated(task, settings, seed, eval_items, "eval_items", float(deadline_s)) if eval_items else ()
+        made = _of_levels(task, items_seed + _SEEDS[split], eval_items, "eval_items", **given) if eval_items else ()
         questions = {row["question"] for row in trained}
         kept = [row for row in made if row["question"] not in questions]
         if made and not kept:
@@ -141,7 +145,8 @@ class ReasoningGymEnv(TaskEnv):
                 f"reasoning_gym: rows must have the columns question and item, as ReasoningGymEnv.rows returns them: "
                 f"{place_of(row, number)} has {', '.join(row)}."
             )
-        return {"query": row["question"], "answer": row.get("answer"), "item": row["item"]}
+        level = {LEVEL: row[LEVEL]} if LEVEL in row else {}
+        return {"query": row["question"], "answer": row.get("answer"), "item": row["item"], **level}
 
     @classmethod
     def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> RewardFunction:
@@ -154,6 +159,8 @@ class ReasoningGymEnv(TaskEnv):
         if options:
             items, eval_items = options.get("items", ITEMS), options.get("eval_items", EVAL_ITEMS)
             words.append(f"{options.get('task')}, {items} items of seed {options.get('items_seed', 0)}")
+            if levels := options.get("levels"):
+                words.append(f"{levels if isinstance(levels, int) else len(levels)} levels")
             left_out = eval_items - len(cls.rows(split=eval_split, **options)) if eval_split else 0
             if left_out:
                 words.append(f"{left_out} of {eval_items} held-out items are trained on too: left out")
@@ -187,11 +194,45 @@ def package_version() -> str:
     return version
 
 
-@lru_cache(maxsize=16)  # the plan, the run and the evaluation ask for the same items
-def _generated(task: str, config: str, seed: int, count: int, option: str, deadline_s: float) -> tuple[Row, ...]:
+def _of_levels(
+    task: str,
+    seed: int,
+    count: int,
+    option: str,
+    *,
+    config: Mapping[str, Any] | None,
+    levels: int | Sequence[Mapping[str, Any]] | None,
+    deadline_s: float,
+) -> Sequence[Row]:
+    """The items of all levels, of which the first have one more where they cannot have equally many."""
+    own = [{}] * levels if isinstance(levels, int) else [{}] if levels is None else levels
+    if (
+        isinstance(levels, str | bool)
+        or not own
+        or not all(isinstance(each, Mapping) for each in own)
+        or count < len(own)
+    ):
+        raise ConfigError(
+            f"reasoning_gym: env.options.levels must be a number, or a list of settings, of at most {count} levels, as "
+            f"many as there are {option}: got {levels!r:.80}."
+        )
+    rows: list[Row] = []
+    for level, changes in enumerate(own):
+        settings = json.dumps({**(config or {}), **changes}, sort_keys=True, default=str)
+        share = count // len(own) + (level < count % len(own))
+        of_library = level if isinstance(levels, int) else None
+        made = _generated(task, settings, seed, share, option, deadline_s, of_library)
+        rows += made if levels is None else [{**row, LEVEL: level} for row in made]
+    return rows
+
+
+@lru_cache(maxsize=64)  # the plan, the run and the evaluation ask for the same items
+def _generated(
+    task: str, config: str, seed: int, count: int, option: str, deadline_s: float, level: int | None
+) -> tuple[Row, ...]:
     rows: list[Row] = []
     try:
-        for reply in _asked([task, config, seed, count], deadline_s):
+        for reply in _asked([task, config, seed, count, level], deadline_s):
             if "refused" in reply:
                 raise ConfigError(f"reasoning_gym: env.options.{reply['refused']}")
             if "failed" in reply:

@@ -53,8 +53,9 @@ def _generate(request: Any, reply: Callable[[Any], None]) -> None:
     if request is None:
         reply(require("reasoning_gym.utils", extra="reasoning", used_by="reasoning_gym").SYSTEM_PROMPTS)
         return
-    task, config, seed, count = request
+    task, config, seed, count, level = request
     try:
+        config = config if level is None else _of_level(task, config, level)
         data = _dataset(task, config, seed, count)
     except ConfigError as error:
         reply({"refused": str(error)})
@@ -70,6 +71,23 @@ def _generate(request: Any, reply: Callable[[Any], None]) -> None:
             return
         answer = entry["answer"]
         reply({"question": entry["question"], "answer": None if answer is None else str(answer), "item": item})
+
+
+def _of_level(task: str, config: str, level: int) -> str:
+    """The settings of a level of the library's curriculum, as JSON, changed by those of ``config``."""
+    gym = require("reasoning_gym", extra="reasoning", used_by="reasoning_gym")
+    _check(gym.factory.DATASETS, task, json.loads(config), "task", "config")
+    try:
+        curriculum = gym.factory.create_curriculum(task)
+    except ValueError as error:
+        raise ConfigError(f"levels: {task} has no curriculum: give a list of settings, from easy to hard.") from error
+    most = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=0)
+    if level >= most:
+        raise ConfigError(f"levels: the curriculum of {task} has {most}: got more; give a list of settings.")
+    curriculum.set_global_level(level)
+    made = dataclasses.asdict(curriculum.generate_configuration())
+    made = {key: value for key, value in made.items() if key not in _OURS}
+    return json.dumps({**made, **json.loads(config)}, sort_keys=True)
 
 
 @lru_cache(maxsize=64)

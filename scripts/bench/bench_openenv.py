@@ -1,0 +1,117 @@
+"""Times the steps of OpenEnv episodes against OpenEnv's own client; no rows without a Python that has openenv.
+
+    python scripts/bench/bench_openenv.py [--steps 20] [--rounds 5] [--json FILE]
+
+One server, in a process of its own. The client plays all sessions at once, each step after step. llmrl's side is whole
+conversations: prompts, a policy that answers at once, tokens, rewards. What OpenEnv adds is the difference to the same
+conversations with episodes of this process, which answer without a server. The two sides take turns, and
+the median of the rounds counts. scripts/foreign_clients installs openenv; LLMRL_CLIENTS is its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from table import Row, benchmark
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.envs.llm.tasks.episodes import EpisodeEnv
+from llmrl.envs.llm.tasks.openenv import OpenEnvEnv, OpenEnvServer
+from llmrl.envs.llm.transforms.episodes import EpisodeTurns, Observed
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("LLMRL_CLIENTS", ROOT / "build" / "clients"), "openenv", "bin", "python")
+SESSIONS = (1, 64)
+
+
+class Here:
+    """An episode of this process."""
+
+    async def start(self, **row: Any) -> Observed:
+        return Observed("Guess a number from 1 to 8.")
+
+    async def step(self, text: str) -> Observed:
+        return Observed("More.")
+
+    def close(self) -> None: ...
+
+
+class HereEnv(EpisodeEnv):
+    @classmethod
+    def turns(cls) -> tuple[list[Any], EpisodeTurns]:
+        return [], EpisodeTurns(Here)
+
+
+def never(text: str) -> dict[str, int]:
+    """An action that ends no episode."""
+    return {"guess": 0}
+
+
+def conversations(make: Callable[..., EpisodeEnv], sessions: int, steps: int) -> Callable[[], float]:
+    """A function that plays them once, and returns the seconds."""
+    options = {"num_envs": sessions, "items": sessions, "max_steps": steps, "shuffle": False}
+    env = make(tokenizer=tiny_tokenizer(), **options)
+    collector = LLMCollector(env, policy=ScriptedPolicy(["5"]), yield_only_last_steps=True)
+
+    def play() -> float:
+        began = time.perf_counter()
+        collector.rollout()
+        return time.perf_counter() - began
+
+    return play
+
+
+def main(steps: int, rounds: int) -> list[Row]:
+    if not PYTHON.exists():
+        print(f"openenv: there is no {PYTHON}; scripts/foreign_clients environments installs it")
+        return []
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = ROOT / "scripts" / "clients" / "openenv_servers.py"
+    server = subprocess.Popen([PYTHON, program, str(port), str(2 * max(SESSIONS) + 2), "guess"])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    client = subprocess.Popen([PYTHON, Path(__file__).with_name("openenv_client.py")], **pipes)
+    url, rows = f"http://127.0.0.1:{port}", []
+
+    def alone(sessions: int) -> float:
+        client.stdin.write(json.dumps([url, sessions, steps]) + "\n")
+        client.stdin.flush()
+        return float(client.stdout.readline())
+
+    try:
+        OpenEnvServer(url, None, start_timeout_s=300).close()
+        for sessions in SESSIONS:
+            served = conversations(lambda **options: OpenEnvEnv(url=url, action=never, **options), sessions, steps)
+            here = conversations(HereEnv, sessions, steps)
+            sides = [(served(), here(), alone(sessions)) for _ in range(rounds + 1)][1:]
+            ours, own, bare = (1e3 * statistics.median(side) / (sessions * steps) for side in zip(*sides, strict=True))
+            print(
+                f"{sessions:3} sessions: ms a step {ours:.3f}, without a server {own:.3f}, OpenEnv's client {bare:.3f}"
+            )
+            rows += [
+                Row(
+                    f"a step of OpenEnv, {sessions} sessions: what it adds / its own client", (ours - own) / bare, 1.11
+                ),
+                Row(f"the same with the conversation's own cost, {sessions} sessions", ours / bare),
+            ]
+    finally:
+        for process in (client, server):
+            process.kill()
+            process.wait()
+    return rows
+
+
+if __name__ == "__main__":
+    benchmark(main, __doc__, steps=20, rounds=5)
