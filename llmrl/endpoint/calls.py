@@ -30,6 +30,7 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens,
 
 Train = Literal["main", "all", "longest"]
 Key = tuple[Any, ...]
+_RECENT = 8  # calls that a request is compared with as a whole
 _SHOWN = 1000  # characters of a message in the record of a call: the whole text is in the row
 
 
@@ -57,14 +58,21 @@ def _arguments(value: Any) -> str:
 
 @dataclass
 class Question:
-    """A request: the ``place`` of its tools and messages, its number among all requests, the session that it is of,
-    the call that it continues, and, if the template keeps it from continuing one, the number of that one's path.
+    """A request.
+
+    place      of its tools and messages; ``first``: of its tools alone
+    messages   none if it is of ids
+    parent     the call that it continues
+    number     among all requests
+    continues  if the template keeps it from continuing a call, the number of that one's path
     """
 
+    session: str
+    first: int
     place: int
-    number: int
-    session: str = ""
-    parent: Call | None = None
+    messages: Sequence[Message]
+    parent: Call | None
+    number: int = -1
     continues: int | None = None
 
 
@@ -124,8 +132,8 @@ class CallGraph:
         with self._lock:
             number = self._num_asked
             self._num_asked += 1
-        place, parent = self._find(messages, tools, session)
-        asked = Question(place, number, session, parent)
+        asked = self._find(messages, tools, session)
+        asked.number, parent = number, asked.parent
         if self.seed is not None and options.get("seeds") is None:
             count = options.get("count", 1)
             options["seeds"] = row_seeds(self.seed, [asked.number] * count, range(count)).tolist()
@@ -140,29 +148,41 @@ class CallGraph:
 
     def prompt(self, sampler: TurnSampler, messages: Sequence[Message], *, tools: Any = None) -> Tensor:
         """int64[P]: the ids that `sample` would be asked with; nothing is recorded."""
-        _, parent = self._find(messages, tools)
-        if parent is not None:
+        if (parent := self._find(messages, tools).parent) is not None:
             try:
                 return sampler.prompt(_known(messages, parent), tools=tools, after=parent.turn)
             except RewriteError:
                 pass  # rendered as a whole then, as in `sample`
         return sampler.prompt(messages, tools=tools)
 
-    def _find(self, messages: Sequence[Message] | Tensor, tools: Any, session: str = "") -> tuple[int, Call | None]:
-        """The place of a request, and the call with the longest conversation that it continues."""
+    def _find(self, messages: Sequence[Message] | Tensor, tools: Any, session: str = "") -> Question:
+        """A request, which continues the call with the longest conversation that it repeats."""
         if isinstance(messages, Tensor):
             with self._lock:
                 shorter = bisect_left(self._streams, len(messages), key=_length)
-                earlier = [call for call in reversed(self._streams[:shorter]) if call.asked.session == session]
+                earlier = (call for call in reversed(self._streams[:shorter]) if call.asked.session == session)
                 parent = next((c for c in earlier if messages[: _length(c)].equal(c.turn.stream)), None)
-                return self._next(0, ("ids", session, messages.numpy().tobytes())), parent
-        keys, parent = [identity(message) for message in messages], None
+                place = self._next(0, ("ids", session, messages.numpy().tobytes()))
+                return Question(session, 0, place, (), parent)
         with self._lock:
-            place = self._next(0, ("tools", session, repr(tools)))
-            places = self._places
-            for key in keys:
-                parent = self._answered.get(place, parent)
-                place = places.setdefault((place, key), len(places) + 1)  # `_next`, for all messages of each request
+            first = self._next(0, ("tools", session, repr(tools)))
+            # All messages but the last ones are those of a recent call, as a rule: lists are compared without a step of
+            # Python per message, and the request then has that call's, so that no copies are kept.
+            for call in self.calls[: -_RECENT - 1 : -1]:
+                told = call.asked.messages
+                if call.asked.first == first and messages[: len(told)] == told:
+                    place, parent = self._walk(call.asked.place, new := messages[len(told) :])
+                    if parent is not None:  # else an earlier part of the path may have been answered since
+                        return Question(session, first, place, [*told, *new], parent)
+            place, parent = self._walk(first, messages)
+            return Question(session, first, place, messages, parent)
+
+    def _walk(self, place: int, messages: Sequence[Message]) -> tuple[int, Call | None]:
+        """The place behind the messages, and the last call whose answer is one of them."""
+        parent = None
+        for message in messages:
+            parent = self._answered.get(place, parent)
+            place = self._next(place, identity(message))
         return place, parent
 
     def _next(self, place: int, key: Any) -> int:

@@ -121,7 +121,7 @@ class RecordingEndpoint(Endpoint):
         rollout.record = rollout.describe([call for call, _ in kept], self.train)
         trained = {id(turn) for leaf in leaves for turn in leaf.path()}
         rollout.counters.update({"trained": len(trained), "rows": len(leaves)})
-        self.counters.update({**rollout.counters})  # a copy: an answer in progress may be added to it
+        self.count({**rollout.counters})  # a copy: an answer in progress may be added to it
         return self.rows_of(rollout, leaves, [seat for _, seat in kept]) if leaves else None
 
     def rows_of(self, rollout: Rollout, leaves: Sequence[SampledTurn], seats: Sequence[Seat]) -> TensorDict:

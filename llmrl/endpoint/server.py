@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic_core import to_json
 
 from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, answer_message, without_stop
+from llmrl.endpoint.connections import with_joined_writes
 from llmrl.endpoint.generate import GenerateRequest
 from llmrl.endpoint.messages import CountTokensRequest, MessagesRequest
 from llmrl.endpoint.responses import ResponsesRequest
@@ -27,7 +28,7 @@ from llmrl.endpoint.streams import CertainText, Listener
 from llmrl.envs.llm.tool_calls import call_format
 from llmrl.errors import ConfigError, DataError, DeadlineError, LLMRLError, RolloutError, ShapeError, TemplateError
 from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
-from llmrl.modules.llm.engines.base import StopReason
+from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class _Work:
 
     listener: Listener
     head: Head = field(default_factory=Head.new)
-    task: asyncio.Future[Completion] = field(init=False)
+    task: Future[Completion] = field(init=False)
     waiting: int = 0
 
     @property
@@ -101,6 +102,7 @@ class Endpoint:
         self._engine = sampler.engine
         self.form = call_format(tool_format, sampler.renderer.template.jinja)
         self.counters: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._max_body = max_body
         self._answers: OrderedDict[tuple[str, ...], _Work] = OrderedDict()
         route = _starlette("routing").Route
@@ -112,6 +114,8 @@ class Endpoint:
         ]
         app, uvicorn = _starlette("applications").Starlette(routes=routes), require("uvicorn", **_EXTRA)
         settings: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+        protocol = require("uvicorn.protocols.http.httptools_impl", **_EXTRA).HttpToolsProtocol
+        settings |= {"http": with_joined_writes(protocol)}
         settings |= {"access_log": False, "proxy_headers": False, "ws": "none"}  # each would cost every request time
         # Longer than clients keep an idle connection (5 s is usual): a request must not meet the end of its connection.
         settings["timeout_keep_alive"] = 60
@@ -153,6 +157,11 @@ class Endpoint:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Adds to the counters; several threads may."""
+        with self._counting:
+            self.counters.update(counts)
+
     # --- what a subclass decides --------------------------------------------------------------------------------------
 
     def check_key(self, key: str) -> None:
@@ -193,35 +202,35 @@ class Endpoint:
             prompt = partial(self.prompt, key, asked.chat(), asked.offered)
             ids = await asyncio.get_running_loop().run_in_executor(self._pool, prompt)
         except Exception as error:
-            return _failure(error, kind)
+            return self._failure(error, kind)
         return _response({"input_tokens": len(ids)})
 
     async def _answer(self, kind: type[Any], request: Request) -> Response:
-        self.counters["requests"] += 1
+        self.count({"requests": 1})
         try:
             key, session = _caller(request)
             self.check_key(key)
             body = await self._body(request)
             asked = kind.read(body)
             work = self._begin(key, session, request, body, asked)
-            work.waiting += 1
         except BadRequestError as error:
-            self.counters["refused"] += 1
-            return _failure(error, kind)
+            return self._failure(error, kind)
         except _starlette("requests").ClientDisconnect:
             return _response({}, _LEFT)
         if asked.stream:
             return _starlette("responses").StreamingResponse(self._events(work, asked), media_type="text/event-stream")
         gone = asyncio.ensure_future(_disconnected(request))
+        gone.add_done_callback(work.listener.wake)
         try:
-            await asyncio.wait([work.task, gone], return_when=asyncio.FIRST_COMPLETED)
+            while not (work.task.done() or gone.done()):
+                await work.listener.news.wait()
             if not work.task.done():
                 return _response({}, _LEFT)
             return _response(asked.answer(work.task.result()).body())
         except asyncio.CancelledError:
             return _response({"error": {"message": "the server ends.", "type": "server_error"}}, 503)
         except Exception as error:
-            return _failure(error, kind)
+            return self._failure(error, kind)
         finally:
             gone.cancel()
             self._leave(work)
@@ -233,14 +242,17 @@ class Endpoint:
         place = (key, session, request.scope["path"])
         same = (*place, name) if name else (*place, "", str(hash(body)))
         if (name or repeats) and (known := self._answers.get(same)) is not None and not known.failed:
-            self.counters["replayed"] += 1
+            self.count({"replayed": 1})
+            known.waiting += 1
             return known
         chat = asked.as_chat()
-        work = _Work(Listener([self._text(chat) for _ in range(chat.n or 1)] if asked.stream else ()))
+        params, overridden = chat.params(self.sampler.params, fixed=self.fixed)
+        if overridden:
+            self.count({f"overridden/{name}": 1 for name in overridden})
+        work = _Work(Listener([self._text(chat) for _ in range(chat.n or 1)] if asked.stream else ()), waiting=1)
         self._answers[same] = work
-        work.task = asyncio.ensure_future(self._complete(key, session, chat, work))
-        work.task.add_done_callback(_note)
-        work.task.add_done_callback(work.listener.wake)
+        work.task = self._pool.submit(self._complete, key, session, chat, params, work)
+        work.task.add_done_callback(work.listener.wake_soon)
         while len(self._answers) > _ANSWERS_KEPT:
             self._answers.popitem(last=False)
         return work
@@ -253,21 +265,18 @@ class Endpoint:
         """A client that does not wait for the answer any more; the last one ends the sampling, if the engine can."""
         work.waiting -= 1
         if not work.task.done():
-            self.counters["left"] += 1
+            self.count({"left": 1})
             work.listener.is_wanted = work.waiting > 0 or not self._engine.streams
 
-    async def _complete(self, key: str, session: str, asked: ChatRequest, work: _Work) -> Completion:
-        params, overridden = asked.params(self.sampler.params, fixed=self.fixed)
-        self.counters.update({f"overridden/{name}": 1 for name in overridden})
+    def _complete(self, key: str, session: str, asked: ChatRequest, params: SamplingParams, work: _Work) -> Completion:
+        """The answer; in a thread of the pool."""
         count = asked.n or 1
         options: dict[str, Any] = {"tools": asked.offered, "params": params}
         options |= {"count": count, "seeds": None if asked.seed is None else [asked.seed + n for n in range(count)]}
         options |= {"hear": work.listener.begin} if self._engine.streams else {}
-
-        sample = partial(self.sample, key, session, asked.chat(), **options)
-        turns, record = await asyncio.get_running_loop().run_in_executor(self._pool, sample)
+        turns, record = self.sample(key, session, asked.chat(), **options)
         if not work.waiting or not work.listener.is_wanted:
-            self.counters["abandoned"] += 1
+            self.count({"abandoned": 1})
             raise RolloutError("the client left before its answer was there.")
         said = [self.message(turn) for turn in turns]
         for turn, message in zip(turns, said, strict=True):
@@ -303,9 +312,22 @@ class Endpoint:
                     yield ": waiting\n\n"
         except Exception as error:
             name = "event: error\n" if type(asked) is not ChatRequest else ""
-            yield f"{name}data: {_failure(error, type(asked)).body.decode()}\n\n"
+            yield f"{name}data: {self._failure(error, type(asked)).body.decode()}\n\n"
         finally:
             self._leave(work)
+
+    def _failure(self, error: BaseException, kind: type[Any]) -> Response:
+        """The answer to a request that failed: the client's fault if prompt or template are, else the server's."""
+        if isinstance(error, DataError):
+            error = BadRequestError(str(error), code="context_length_exceeded")
+        elif isinstance(error, TemplateError | ShapeError):  # a ShapeError: ids outside the vocabulary
+            error = BadRequestError(str(error))
+        if isinstance(error, BadRequestError):
+            self.count({"refused": 1})
+            return _response(kind.failure(error.body()), error.status)
+        name = "server_error" if isinstance(error, LLMRLError) else type(error).__name__
+        fields = {"message": str(error), "type": name, "param": None, "code": None}
+        return _response(kind.failure({"error": fields}), 500)
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
@@ -331,27 +353,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _note(task: asyncio.Future[Any]) -> None:
-    """Reads the error of an answer whose clients have left: asyncio would print that it was never retrieved."""
-    if not task.cancelled():
-        task.exception()
-
-
 def _starlette(module: str) -> Any:
     return require(f"starlette.{module}", **_EXTRA)
 
 
 def _response(body: dict[str, Any], status: int = 200) -> Response:
     return _starlette("responses").Response(to_json(body), status, media_type="application/json")
-
-
-def _failure(error: BaseException, kind: type[Any]) -> Response:
-    """The answer to a request that failed: the client's fault if prompt or template are, else the server's."""
-    if isinstance(error, DataError):
-        error = BadRequestError(str(error), code="context_length_exceeded")
-    elif isinstance(error, TemplateError | ShapeError):  # a ShapeError: ids outside the vocabulary
-        error = BadRequestError(str(error))
-    if isinstance(error, BadRequestError):
-        return _response(kind.failure(error.body()), error.status)
-    name = "server_error" if isinstance(error, LLMRLError) else type(error).__name__
-    return _response(kind.failure({"error": {"message": str(error), "type": name, "param": None, "code": None}}), 500)

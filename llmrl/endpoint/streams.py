@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -109,6 +111,7 @@ class Listener:
         self._heard: deque[tuple[int, list[int], list[float]]] = deque()
         self._loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self._will_read = False
+        self._reading = threading.Lock()
 
     def begin(self, prompt_ids: Tensor) -> Hear:
         """What is told of the answers to this prompt."""
@@ -126,28 +129,38 @@ class Listener:
     def _read(self) -> None:
         """Makes pieces of what was heard; in the loop."""
         self._will_read = False  # first: what is heard from here on is read, or is told again
-        new: dict[int, tuple[list[int], list[float]]] = {}
-        while self._heard:
-            row, ids, log_probs = self._heard.popleft()
-            for values, more in zip(new.setdefault(row, ([], [])), (ids, log_probs), strict=True):
-                values += more
-        for row, (ids, log_probs) in new.items():
-            self._ids[row] += ids
-            text = self._texts[row].add(ids)
-            self.pieces.append(Piece(row, {"content": text} if text else {}, ids, log_probs))
+        self._make_pieces()
         self.wake()
 
+    def _make_pieces(self) -> None:
+        with self._reading:
+            new: dict[int, tuple[list[int], list[float]]] = {}
+            while self._heard:
+                row, ids, log_probs = self._heard.popleft()
+                for values, more in zip(new.setdefault(row, ([], [])), (ids, log_probs), strict=True):
+                    values += more
+            for row, (ids, log_probs) in new.items():
+                self._ids[row] += ids
+                text = self._texts[row].add(ids)
+                self.pieces.append(Piece(row, {"content": text} if text else {}, ids, log_probs))
+
     def wake(self, *ended: object) -> None:
-        """Ends the waiting of readers."""
+        """Ends the waiting of readers; in the loop."""
         self.news.set()
         self.news = asyncio.Event()
 
+    def wake_soon(self, *ended: object) -> None:
+        """The same from another thread."""
+        with suppress(RuntimeError):  # the loop has ended, and with it the readers
+            self._loop.call_soon_threadsafe(self.wake)
+
     def rest(self, turns: Sequence[SampledTurn], messages: Sequence[dict[str, Any]]) -> list[Piece]:
-        """What the pieces lack of the complete answers; a message's content becomes what a reader gets of it.
+        """What the pieces lack of the complete answers; a message's content becomes what a reader gets of it. May be
+        called in any thread, once the engine tells of nothing more.
 
         Raises  RolloutError if the engine sampled an answer twice, and its ids are not those that were heard of
         """
-        self._read()
+        self._make_pieces()
         found = []
         for row, (turn, message) in enumerate(zip(turns, messages, strict=True)):
             ids, heard, shown = turn.ids.tolist(), self._ids[row] if self._ids else [], ""

@@ -1,15 +1,22 @@
 """`RecordingEndpoint` with the real OpenAI client: what it is answered, and the rows that its calls become."""
 
 import json
+import random
 import socket
+import sys
 import threading
+from collections import Counter
 
 import httpx
 import pytest
 import torch
 
 from llmrl.endpoint import RecordingEndpoint
+from llmrl.endpoint.calls import CallGraph
+from llmrl.endpoint.chat import ChatRequest, answer_message
+from llmrl.envs.llm.tool_calls import call_format
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.conversation import TurnSampler
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
@@ -182,6 +189,53 @@ def test_a_template_that_rewrites_earlier_turns_begins_another_row_of_the_same_p
         "<think>\nhm\n</think>\n\nyes<|im_end|>",
         "no<|im_end|>",
     ]
+
+
+def test_a_request_continues_the_longest_conversation_that_it_repeats_and_of_several_answers_the_newest():
+    draws, counter = random.Random(0), iter(range(1000))
+    sampler = TurnSampler(
+        Renderer(TOKENIZER), FakeEngine(lambda prompt: f"answer {next(counter)}", tokenizer=TOKENIZER)
+    )
+    graph, calls, depths = CallGraph(), [], []
+    for _ in range(150):
+        messages = [] if not calls or draws.random() < 0.1 else list(draws.choice(calls[-30:])[0])
+        messages = messages[: draws.randint(1, len(messages))] if messages and draws.random() < 0.2 else messages
+        if draws.random() < 0.1 and len(messages) > 2:
+            messages[draws.randrange(len(messages))] = ask("edited")
+        messages.append(ask(draws.choice(["a", "b"])))
+        asked, [turn] = graph.sample(sampler, messages)
+        graph.add(asked, turn, turn.message)
+        repeated = [own for own in calls if [dict(message) for message in messages[: len(own[0])]] == own[0]]
+        longest = max((len(own[0]) for own in repeated), default=0)
+        expected = [own[1] for own in repeated if len(own[0]) == longest]
+        assert turn.parent is (expected[-1] if expected else None)
+        calls.append(([*messages, turn.message], turn))
+        depths.append(len(turn.path()))
+    assert max(depths) > 5
+    assert depths.count(1) > 5
+
+
+@pytest.mark.parametrize(("tools", "most"), [(None, 8), (TOOLS, 60)])
+def test_twenty_more_turns_add_few_steps_of_python_to_a_turn(tools, most):
+    """``most``: calls of functions. Of those with tools each message that is more than a role and a text is read."""
+    answers = [CALL, "4"] if tools else ["4"]
+    sampler = TurnSampler(Renderer(TOKENIZER), FakeEngine(answers, tokenizer=TOKENIZER))
+    form = call_format("hermes", "")
+    for _ in range(2):  # a template is tried on each shape of a conversation, once
+        messages, counts, graph = [ask("2+2?")], [], CallGraph()
+        for _ in range(24):
+            body, steps = json.dumps({"messages": messages, "tools": tools}).encode(), Counter()
+            sys.setprofile(lambda frame, event, argument, steps=steps: steps.update({event: 1}))
+            request = ChatRequest.read(body)
+            asked, [turn] = graph.sample(sampler, request.chat(), tools=request.offered)
+            said = answer_message(turn, form, "x")
+            graph.add(asked, turn, said)
+            sys.setprofile(None)
+            result = {"role": "tool", "tool_call_id": "x", "content": "4"} if said.get("tool_calls") else ask("More?")
+            messages += [said, result]
+            counts.append(steps["call"])
+    assert len(turn.path()) == 24
+    assert 200 < counts[-1] < counts[3] + most
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jinja2 import Environment, nodes
 from jinja2 import TemplateError as JinjaError
 
 from llmrl.data.llm.spans import STAND_IN
-from llmrl.data.llm.templates import Message
+from llmrl.data.llm.templates import Message, plain_columns
 
 _EXACT = ("role", "type", "name", "tools")  # part of a shape with their values: a template may compare them
 _STRUCTURE = ("tool_calls", "function")  # contain more structure, not text
@@ -51,13 +51,16 @@ def _shape_of(value: Any, key: str = "") -> Any:
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
 
 
-def conversation_shape(chat: Sequence[Message]) -> Any:
-    """The shapes of a conversation's messages; quick for those that are a role and a text, as nearly all are."""
+def conversation_shape(chat: Sequence[Message]) -> tuple[Any, ...]:
+    """The shape of each message; of one that is a role and a text, as nearly all are, its role."""
+    columns = plain_columns(chat)
+    if columns is not None and all(columns[1]) and not any(map(str.isspace, columns[1])):
+        return tuple(columns[0])
     shapes: list[Any] = []
     for message in chat:
         role, text = message.get("role"), message.get("content")
         if len(message) == 2 and type(role) is type(text) is str:
-            shapes.append((role, text if not text or text.isspace() else None))
+            shapes.append((role, text) if not text or text.isspace() else role)
         else:
             shapes.append(_shape_of(message))
     return tuple(shapes)

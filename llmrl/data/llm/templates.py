@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.parsers import chatml, deepseek, gpt_oss, turns
@@ -26,7 +27,22 @@ Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Parser = Callable[[str], Any]  # text -> list[Message], or a History
 
+_ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def plain_columns(chat: Chat) -> tuple[list[str], list[str]] | None:
+    """The roles and the texts of messages that are dicts of both and nothing else, as nearly all are; else None.
+
+    No step of Python per message: each request of a long conversation repeats all of it.
+    """
+    if {*map(type, chat)} != {dict} or {*map(len, chat)} != {2}:
+        return None
+    try:
+        roles, texts = [*map(_ROLE, chat)], [*map(_CONTENT, chat)]
+    except KeyError:
+        return None
+    return (roles, texts) if {*map(type, roles), *map(type, texts)} == {str} else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmrl.data.llm.template_analysis import conversation_shape
 from llmrl.data.llm.templates import Tools
 from llmrl.errors import DataError
 from llmrl.modules.llm.engines.base import Engine, Generation, Hear, SamplingParams, StopReason, generate_within
@@ -46,6 +47,13 @@ class SampledTurn:
     versions: Tensor | None
     version: int
     stop_reason: StopReason
+
+    @cached_property
+    def shape(self) -> tuple[Any, ...]:
+        """`conversation_shape` of the messages and the answer."""
+        if self.parent is None:
+            return conversation_shape([*self.messages, self.message])
+        return self.parent.shape + conversation_shape([*self.messages[len(self.parent.shape) :], self.message])
 
     @cached_property
     def stream(self) -> Tensor:
@@ -100,7 +108,8 @@ class TurnSampler:
         Raises  RewriteError if the template writes the turns up to ``after`` differently once these messages follow;
                 DataError for texts that are too long whatever their tokens: to tokenise 50 MB takes minutes
         """
-        size = sum(len(text) for message in messages if isinstance(text := message.get("content"), str))
+        new = messages if after is None else messages[len(after.messages) + 1 :]
+        size = sum(len(text) for message in new if isinstance(text := message.get("content"), str))
         if self.max_tokens is not None and size > self.max_tokens * self._longest_token:
             raise DataError(
                 f"TurnSampler: a prompt must have fewer than the {self.max_tokens} tokens of a conversation: got a "
@@ -108,8 +117,8 @@ class TurnSampler:
             )
         if after is None:
             return self.renderer.prompt_ids([messages], tools=tools)[0]
-        new = len(messages) - len(after.messages) - 1
-        [added] = self.renderer.extend([after.stream], [messages], [new], tools=tools)
+        options = {"tools": tools, "shapes": [after.shape]}
+        [added] = self.renderer.extend([after.stream], [messages], [len(new)], **options)
         return torch.cat([after.stream, added])
 
     def sample(

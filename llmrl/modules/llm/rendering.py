@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _MAX_SHAPES = 4096
+_CONTENT = methodcaller("get", "content")
 _Anchor = tuple[Chat, str]  # a short conversation, and its text
 
 
@@ -170,11 +172,8 @@ class Renderer:
 
         Raises  TemplateError for images without a processor
         """
-        contents = {
-            type(message.get("content")) for chat in chats for message in chat if isinstance(message, (dict, Mapping))
-        }
-        if contents <= {str}:  # the usual case: no images
-            return chats, [[[] for _ in chat] for chat in chats]
+        if all(map(_has_only_texts, chats)):  # the usual case
+            return chats, [[[]] * len(chat) for chat in chats]
         pairs = [take_images(chat) for chat in chats]
         images = [own for _, own in pairs]
         if self.vision is None and (row := next((row for row, own in enumerate(images) if any(own)), None)) is not None:
@@ -219,11 +218,13 @@ class Renderer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         return_errors: bool = False,
+        shapes: Sequence[tuple[Any, ...]] | None = None,
     ) -> list[Tensor | RewriteError]:
         """Returns the ids that the last ``new[i]`` messages of conversation i add to its stream.
 
         Reads    ids[i]  int64[T_i], the sampled stream of ``chats[i]`` without its last ``new[i]`` messages
                  tools   the tools that the prompt was rendered with
+                 shapes  `conversation_shape` of ``chats[i]`` without its last messages, if known
         Returns  int64[D_i] per conversation: ``cat(ids[i], result[i])`` is the longer stream. If the stream ends with
                  an assistant turn that lacks its end-of-turn ids (it was cut off), the result begins with them
         Raises   RewriteError, a TemplateError, if the template writes the earlier messages differently once the new
@@ -237,12 +238,11 @@ class Renderer:
         chats, images = self._take_images(chats)
         heads, opened = _without_open(chats) if add_generation_prompt else (chats, [None] * len(chats))
         extensions: list[_Extension | RewriteError | None] = []
-        for stream, chat, num_new, begun in zip(ids, heads, new, opened, strict=True):
+        options, known = {"add_generation_prompt": add_generation_prompt, "tools": tools}, shapes or [None] * len(chats)
+        for stream, chat, num_new, begun, shape in zip(ids, heads, new, opened, known, strict=True):
             num_new -= begun is not None
             try:
-                extensions.append(
-                    self._extension(chat, num_new, len(stream), add_generation_prompt, tools) if num_new >= 0 else None
-                )
+                extensions.append(self._extension(chat, num_new, len(stream), shape, options) if num_new >= 0 else None)
             except RewriteError as error:
                 if not return_errors:
                     raise
@@ -344,7 +344,7 @@ class Renderer:
         return self.codec.encode([self.codec.open_answer(content)])[0] if content else []
 
     def _extension(
-        self, chat: Chat, num_new: int, num_ids: int, add_generation_prompt: bool, tools: Tools | None
+        self, chat: Chat, num_new: int, num_ids: int, known: tuple[Any, ...] | None, options: dict[str, Any]
     ) -> _Extension:
         """The text that the last messages add, after the assistant's end-of-turn text if one is due."""
         covered = len(chat) - num_new
@@ -354,13 +354,14 @@ class Renderer:
                     f"Renderer.extend: new must count fewer messages than the conversation has when its stream is not "
                     f"empty: got {num_new} of {len(chat)} messages and a stream of {num_ids} ids."
                 )
-            [text] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
+            [text] = self.codec.render([chat], **options)
             return _Extension(text, 0, False)
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
-        context, before = self._anchor(chat, covered, **options) or (chat[:covered], None)
+        context, before = self._anchor(chat, covered, known, options) or (chat[:covered], None)
         return self._after(context, chat[covered:], before, **options)
 
-    def _anchor(self, chat: Chat, covered: int, add_generation_prompt: bool, tools: Tools | None) -> _Anchor | None:
+    def _anchor(
+        self, chat: Chat, covered: int, known: tuple[Any, ...] | None, options: dict[str, Any]
+    ) -> _Anchor | None:
         """A short stand-in for the earlier messages: new messages render after it as after the whole conversation.
 
         Rendering then costs O(new messages). None if there is none. Tested once per conversation shape (its roles and
@@ -369,22 +370,22 @@ class Renderer:
         """
         if self._reads_contents:
             return None
-        shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
-        if (known := self._anchors.get(shape)) is not None:  # one look-up: another thread may clear the dict
-            return known or None
+        shape = conversation_shape(chat) if known is None else known + conversation_shape(chat[covered:])
+        key = shape, covered, options["add_generation_prompt"], repr(options["tools"])
+        if (tested := self._anchors.get(key)) is not None:  # one look-up: another thread may clear the dict
+            return tested or None
         # Stand-in texts, so that the result holds for every conversation of this shape.
         probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         found = None
         try:
             whole, short = (self._after(past, probe[covered:], **options) for past in (probe[:covered], anchor))
             if whole == short:
-                found = anchor, self.codec.render([anchor], tools=tools)[0]
+                found = anchor, self.codec.render([anchor], tools=options["tools"])[0]
         except TemplateError:
             pass  # RewriteError too: it must name the conversation itself, not its stand-in
         if len(self._anchors) >= _MAX_SHAPES:
             self._anchors.clear()
-        self._anchors[shape] = found or ()
+        self._anchors[key] = found or ()
         return found
 
     def _after(
@@ -462,6 +463,12 @@ class _Extension:
     num_context_ids: int  # leading ids of the text, present only to give the tokenizer its boundary
     after_assistant: bool
     usual_end: bool = True  # False: the previous turn ends with another token, as tool calls of gpt-oss do
+
+
+def _has_only_texts(chat: Chat) -> bool:
+    if {*map(type, chat)} == {dict}:  # no step of Python per message
+        return {*map(type, map(_CONTENT, chat))} == {str}
+    return all(type(message.get("content")) is str for message in chat if isinstance(message, Mapping))
 
 
 def _shortened(chat: Chat, covered: int) -> Chat:
