@@ -97,7 +97,8 @@ def _with_checkpoint(
     folder = RunDir.open(run)
     if data := given.get("data"):
         overrides = ["eval.sets=null", f"eval.dataset={json.dumps(data[0])}", *overrides]  # what eval.* are for
-    _, _, loaded = load_run(folder, overrides)
+    read = ("eval.max_tokens", "eval.batch_size") if given.get("suite") else ()  # also of a run that measures nothing
+    _, _, loaded = load_run(folder, overrides, read=read)
     found = held.enter_context(reading_checkpoint(folder, checkpoint))
     return {"run": folder, "config": loaded.config, "checkpoint": found, **given}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -51,8 +51,10 @@ def _find_recipes() -> dict[str, Recipe]:
 RECIPES = _find_recipes()
 
 
-def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, Any], Loaded]:
-    """The recipe of a run, the content of its ``run.json``, and its settings with ``overrides``.
+def load_run(
+    run: RunDir, overrides: Sequence[str] = (), *, read: Collection[str] = ()
+) -> tuple[Recipe, dict[str, Any], Loaded]:
+    """The recipe of a run, the content of its ``run.json``, and its settings with ``overrides``; see `load_config`.
 
     Raises  ConfigError for a file that cannot be read or an unknown setting
     """
@@ -60,7 +62,7 @@ def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[s
     if info.get("command") not in RECIPES:
         raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
     recipe = RECIPES[info["command"]]
-    return recipe, info, load_config(recipe.settings(), run.read_config(), overrides, written=True)
+    return recipe, info, load_config(recipe.settings(), run.read_config(), overrides, written=True, read=read)
 
 
 @contextmanager

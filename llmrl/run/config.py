@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -64,7 +64,12 @@ class Setting:
 
 
 def load_config(
-    model_cls: type[Model], given: Source | Path | str | None, overrides: Sequence[str] = (), *, written: bool = False
+    model_cls: type[Model],
+    given: Source | Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    written: bool = False,
+    read: Collection[str] = (),
 ) -> Loaded[Model]:
     """Fills ``model_cls`` from YAML (None: defaults only), then from overrides such as ``optim.lr=2e-6``.
 
@@ -73,6 +78,7 @@ def load_config(
 
     ``written``: a run wrote the file, maybe an earlier version, which took settings without effect. Of such a file, and
     of a packaged recipe, a validator judges what the overrides set: its context has their names as "changed".
+    ``read``: names that the command reads in any case, which are not judged.
 
     Returns  the model, with the origin of each value that was given
     Raises   ConfigError that lists the first 50 faults: unreadable file, repeated key, unknown name, value out of range
@@ -83,7 +89,7 @@ def load_config(
         raise ConfigError("\n".join(problems))
     try:
         written = written or given in recipe_names().values()
-        changed = {text.partition("=")[0] for text in overrides} if written else None
+        changed = {text.partition("=")[0] for text in overrides} - {*read} if written else None
         config = model_cls.model_validate(source.data, context={"changed": changed})
     except ValidationError as error:
         known = list(settings(model_cls, items=True))
