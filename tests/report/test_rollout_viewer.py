@@ -287,18 +287,23 @@ def test_calls_are_folded_behind_the_turn_that_made_them(show):
 
 
 def test_the_calls_of_an_agent_say_what_they_continue_and_which_row_trains_them(show):
-    calls = [model_call(), model_call(1, 0), model_call(-1, why="of another conversation")]
+    calls = [model_call(), model_call(1, 0, question="x" * 100), model_call(-1, why="of another conversation")]
+    calls += [model_call(0, 0), model_call(0, 3)]
     one = rollout(1, 0, model_calls=calls, num_model_calls=60, untrained="not trained: it failed")
     page = show(data_of([one]))
     head, *lines = page.locator(".rv-turn > summary, .rv-call > summary").all_text_contents()
-    rows = "60 calls of the model, 2 rows · the conversation below is row 2"
-    assert head == f"{rows} · the first 3 are shown · not trained: it failed"
-    asked = "7 tokens asked · 3 sampled"
+    rows = "60 calls of the model, 2 rows · the conversation below is row 2, and blue what it trains"
+    assert head == f"{rows} · the first 5 are shown · not trained: it failed"
+    asked = "7 prompt tokens · 3 sampled · eos"
     assert lines == [
-        f"call 1 · {asked} · row 1 · eos",
-        f"call 2 after 1 · {asked} · row 2 · eos",
-        f"call 3 · {asked} · no row: of another conversation · eos",
+        f"call 1 · row 1 · {asked} · 2+2?",
+        f"call 2 after 1 · row 2 · {asked} · {'x' * 60}",
+        f"call 3 · no row: of another conversation · {asked} · 2+2?",
+        f"call 4 after 1 · row 1 · {asked} · 2+2?",
+        f"call 5 after 4 · row 1 · {asked} · 2+2?",
     ]
+    indents = page.locator(".rv-call").evaluate_all("nodes => nodes.map(node => node.style.marginLeft)")
+    assert indents == ["1rem", "2.5rem", "1rem", "2.5rem", "2.5rem"], "two calls continue the first"
 
 
 def test_no_text_of_a_model_runs_and_hidden_letters_are_seen(show):

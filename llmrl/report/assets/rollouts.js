@@ -10,6 +10,7 @@ window.renderRollouts = (() => {
   const ROW = 66; // pixels of a row of the list, as in rollouts.css
   const TOKENS = 3000; // drawn at a time, over all conversations side by side
   const CARDS = 64; // conversations side by side
+  const CALL_TEXT = 60; // characters of a call's last message beside its numbers
   const FOLDED = 120; // a longer system message, with tools say, would push the answer below the fold
   const views = new WeakMap(); // element -> state that its viewer keeps when new data arrive
 
@@ -358,19 +359,27 @@ window.renderRollouts = (() => {
         ...this.modelCalls(rollout), ...this.conversation(rollout, TOKENS, true)];
     }
 
-    // The calls of an agent: what each continues, and the row of the rollout that trains its tokens.
+    // The calls of an agent: what each continues, and the row of the rollout that trains its tokens. Where several continue
+    // one call, each of them and what follows it is indented.
     modelCalls(rollout) {
       const calls = rollout.model_calls ?? [], rows = Math.max(-1, ...calls.map(({ row }) => row)) + 1;
       if (!calls.length) return [];
+      const fork = (place) => calls.filter(({ parent }) => parent === place).length > 1;
+      const depths = [];
+      for (const { parent } of calls) depths.push(parent < 0 ? 0 : depths[parent] + fork(parent));
       const told = calls.map((call, place) => {
         const after = call.parent < 0 ? "" : ` after ${call.parent + 1}`, row = call.row < 0 ? `no row: ${whole(call.why)}` : `row ${call.row + 1}`;
-        return make("details", { class: "rv-call" },
-          make("summary", {}, visible(`call ${place + 1}${after} · ${call.prompt_tokens} tokens asked · ${call.tokens} sampled · ${row} · ${whole(call.stop_reason)}`, true)),
+        const sizes = `${call.prompt_tokens} prompt tokens · ${call.tokens} sampled`, begins = whole(call.question).slice(0, CALL_TEXT);
+        const node = make("details", { class: "rv-call" },
+          make("summary", {}, visible(`call ${place + 1}${after} · ${row} · ${sizes} · ${whole(call.stop_reason)} · ${begins}`, true)),
           make("div", { class: "rv-role" }, "last message"), make("div", { class: "rv-text" }, visible(whole(call.question), true)),
           make("div", { class: "rv-role" }, "answer"), make("div", { class: "rv-text" }, visible(whole(call.answer), true)));
+        node.style.marginLeft = `${1 + 1.5 * Math.min(depths[place], 8)}rem`;
+        node.style.borderLeft = `4px solid ${shade(call.row < 0 ? ORANGE : BLUE, 0.45)}`;
+        return node;
       });
       const more = rollout.num_model_calls - calls.length, head = [`${rollout.num_model_calls} calls of the model, ${rows} rows`];
-      if (rows > 1) head.push(`the conversation below is row ${rows}`);
+      if (rows > 1) head.push(`the conversation below is row ${rows}, and blue what it trains`);
       if (more) head.push(`the first ${calls.length} are shown`);
       if (rollout.untrained) head.push(rollout.untrained);
       return [make("details", { class: "rv-turn", open: rows > 1 }, make("summary", {}, head.join(" · ")), ...told)];
