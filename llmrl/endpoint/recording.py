@@ -65,7 +65,8 @@ class RecordingEndpoint(Endpoint):
         if train not in ("main", "all", "longest"):
             raise ConfigError(f"RecordingEndpoint: train must be main, all or longest: got {train!r}.")
         renderer = tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
-        engine = engine if engine.concurrent or isinstance(engine, BatchingEngine) else BatchingEngine(engine)
+        if not engine.concurrent and not isinstance(engine, BatchingEngine):
+            engine = BatchingEngine(engine, expected=lambda: len(self._rollouts))
         self.train, self._modes = train, modes
         self._sampling = SharedExclusiveLock("RecordingEndpoint")
         self._rollouts: dict[str, Rollout] = {}

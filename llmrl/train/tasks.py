@@ -238,7 +238,7 @@ class Task:
 
     @property
     def _has_episodes(self) -> bool:
-        return has_episodes(env_maker(self.settings.name))
+        return self.settings.agent is None and has_episodes(env_maker(self.settings.name))
 
     def _asking(self, rows: Sequence[Row], transforms: Iterable[Transform], **options: Any) -> DatasetChatEnv:
         settings, maker = self.settings, env_maker(self.settings.name)

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from llmrl.errors import DeadlineError
 from llmrl.modules.llm import LLMWrapperBase, SamplingParams, Tokens, TransformersWrapper
 from llmrl.modules.llm.engines import Engine, Generation, StopReason
+from llmrl.modules.llm.policies import batching
 from llmrl.modules.llm.policies.batching import BatchingEngine
 from llmrl.testing import FakeEngine, tiny_model
 from tests.support.conversations import chats, fake_policy, history_td
@@ -105,6 +106,17 @@ def test_one_row_is_enough_by_default_and_what_came_meanwhile_goes_together():
             future.result(timeout=DEADLINE_S)
     assert [len(call) for call in engine.calls] == [1, 3]
     assert engine.state()["pending_futures"] == engine.state()["queue_size"] == 0
+
+
+def test_the_first_of_the_requests_that_are_expected_waits_for_the_others_as_long_as_they_keep_coming(monkeypatch):
+    monkeypatch.setattr(batching, "_PAUSE_S", DEADLINE_S)
+    monkeypatch.setattr(batching, "_GATHER_S", DEADLINE_S)
+    engine = BatchingEngine(EchoEngine(), expected=lambda: 3)
+    ask_together(engine, [request(value) for value in (1, 2, 3)])
+    assert [len(call) for call in engine.calls] == [3], "all are there: it does not wait longer"
+    monkeypatch.setattr(batching, "_PAUSE_S", 0.01)
+    engine.generate(request(4), SamplingParams())
+    assert [len(call) for call in engine.calls] == [3, 1], "no other came within a pause"
 
 
 def test_a_call_has_at_most_max_rows_and_a_request_is_never_cut():

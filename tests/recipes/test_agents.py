@@ -367,3 +367,43 @@ def test_a_rollout_of_several_rows_weighs_as_much_as_one_row_in_a_mean_over_rows
         weighted = [float(row.get("advantage")) for row in algorithm.advantages(rows.clone()).unbind(0)]
         signs = [1, 1, 1, -1, -1, -1]
         assert weighted == pytest.approx([sign * value for sign, value in zip(signs, expected, strict=True)])
+
+
+GAME = """
+class Vowels:
+    def reset(self, *, seed=None, options=None):
+        self.said = {}
+        return f"Word {seed}, a.", {"player": "a"}
+
+    def step(self, action):
+        self.said["ab"[len(self.said)]] = sum(letter in "aeiou" for letter in action)
+        if len(self.said) == 1:
+            return "Yours, b.", None, False, False, {"player": "b"}
+        more = self.said["a"] - self.said["b"]
+        return "Over.", None, True, False, {"rewards": {"a": more, "b": -more}}
+"""
+
+
+@pytest.mark.slow
+def test_a_game_with_itself_is_trained_by_seat_on_two_ranks_and_resumed_exactly(place):
+    place.module("word_game", GAME)
+    options = {"factory": "word_game:Vowels", "items": 8, "eval_items": 2, "seats": "all"}
+    env = {"name": "text_env", "options": options, "dataset": None, "reward": None}
+    changes = {"env": env, "steps": 4, "checkpoint": {"every": 2, "keep": 9}}
+    place.train("grpo", "run", words=["word_game:Vowels · 1 process · begins 'Word "], **changes)
+    for step in place.steps("run"):
+        assert step["agent/calls_mean"] == step["agent/rows_mean"] == step["reward/turns/mean"] == 2
+        assert step["reward/seat.a/mean"] == -step["reward/seat.b/mean"]
+        assert (step["reward/mean"], step["rollout/failed"]) == (0, 0)
+        assert step["mismatch/logp_abs_max"] < 1e-4
+    for record in place.rollouts("run", 4):
+        same = [
+            r
+            for r in place.rollouts("run", 4)
+            if (r.group, r.columns["env_seat"]) == (record.group, record.columns["env_seat"])
+        ]
+        if record.advantage is not None:
+            assert (record.advantage > 0) == (record.reward > sum(r.reward for r in same) / len(same))
+    place.cut_back("run", "cut", to=2)
+    place.run("resume", "cut")
+    place.same("run", "cut", step=4, tolerance=1e-5)

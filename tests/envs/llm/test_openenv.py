@@ -4,8 +4,10 @@ import json
 import math
 import os
 import random
+import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from llmrl.errors import ConfigError, DeadlineError
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.train.settings import EnvSettings
 from llmrl.train.tasks import Task, training_rows
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("LLMRL_CLIENTS", ROOT / "build" / "clients"), "openenv", "bin", "python")
@@ -205,6 +208,31 @@ def test_a_server_that_a_command_starts_is_started_again_if_it_dies_and_ends_wit
     task.close()
     assert process.exitcode is not None
     assert shared not in OpenEnvServer._shared.values()
+
+
+def test_a_server_ends_with_an_interrupted_process():
+    command = f"{PYTHON} {PROGRAM} {{port}} 4 guess"
+    code = f"""
+import time
+from llmrl.envs.llm.tasks.openenv import OpenEnvServer
+server = OpenEnvServer(None, {command!r}, start_timeout_s=300)
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = int(process.stdout.readline())
+    os.kill(server, 0)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    wait_until(
+        lambda: not Path(f"/proc/{server}").exists() or "State:\tZ" in Path(f"/proc/{server}/status").read_text(), 20
+    )
+
+
+def test_openenvs_own_validation_passes_the_servers_of_these_tests(server):
+    command = [PYTHON.with_name("openenv"), "validate", "--url", f"{server}/guess", "--level", "runtime", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_server_that_is_not_there_is_told_within_seconds():

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from llmrl.modules.llm.vision import present
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
+_PAUSE_S, _GATHER_S = 0.003, 0.02  # of requests that keep arriving: the longest pause between two, and all together
 _LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that the calling thread is alive
 
 
@@ -31,6 +32,8 @@ class BatchingEngine:
     min_batch_size  rows to wait for; default 1: a request runs at once, with any that arrived while the engine was busy
     max_batch_size  maximum rows in one call; requests are never split, a larger one runs alone
     timeout         seconds that a request waits for others; then it runs with those that have arrived
+    expected        returns how many requests there may be at a time: an idle engine waits while fewer are and more
+                    keep arriving, at most a quarter of the time of its last call. Else the first of many runs alone
     Raises          ConfigError  if a size is not positive, min exceeds max, or the timeout is negative
 
     Requests share a call if they have the same sampling parameters (for scoring: the same temperature). One call runs
@@ -51,6 +54,7 @@ class BatchingEngine:
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
         timeout: float = 10.0,
+        expected: Callable[[], int] | None = None,
     ) -> None:
         for name, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
             if size is not None and (not isinstance(size, int) or size < 1):
@@ -64,7 +68,7 @@ class BatchingEngine:
         self.engine = engine
         self.min_batch_size = 1 if min_batch_size is None else min_batch_size
         self.max_batch_size = max_batch_size
-        self.timeout = timeout
+        self.timeout, self._expected = timeout, expected
         self._reset()
 
     def _reset(self) -> None:
@@ -73,6 +77,7 @@ class BatchingEngine:
         self._caller: threading.Thread | None = None  # the thread that is using the engine
         self._taken: list[_Request] = []  # the requests of the running call
         self._joining = True
+        self._took_s, self._gather_until = 0.0, 0.0  # the time of the last call; when an idle engine begins the next
 
     # --- the engine's protocol ----------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class BatchingEngine:
         return {name: self.__dict__[name] for name in ("engine", "min_batch_size", "max_batch_size", "timeout")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _expected=None)
         self._reset()
 
     # --- draining and inspection --------------------------------------------------------------------------------------
@@ -187,14 +192,17 @@ class BatchingEngine:
                 self._queue.append(request)
                 self._changed.notify_all()
                 while not request.answered and (batch := self._take(request)) is None:
-                    left = request.deadline - time.monotonic()
-                    self._changed.wait(min(left, _LOOK_AROUND_S) if left > 0 else _LOOK_AROUND_S)
+                    now = time.monotonic()
+                    waits = (end - now for end in (request.deadline, self._gather_until))
+                    self._changed.wait(min((left for left in waits if left > 0), default=_LOOK_AROUND_S))
                     self._free_if_dead()
                     if not request.answered and request.caller is not None and not request.caller.is_alive():
                         name = request.caller.name
                         raise RolloutError(f"batching: thread {name} ended without an answer to this request.")
             if not request.answered:
+                began = time.monotonic()
                 _answer(batch)
+                self._took_s = time.monotonic() - began
         finally:
             self._leave(request)
         if request.error is not None:
@@ -234,13 +242,21 @@ class BatchingEngine:
             batch.append(waiting)
             num_rows += waiting.num_rows
         full = not self._joining or num_rows >= self.min_batch_size or len(batch) < len(same)
-        if not full and request.deadline > now:
+        self._gather_until = self._gathers(same) if full else request.deadline
+        if self._gather_until > now:
             return None
         self._caller, self._taken = threading.current_thread(), batch
         for taken in batch:
             self._queue.remove(taken)
             taken.caller = self._caller
         return batch
+
+    def _gathers(self, same: list[_Request]) -> float:
+        """Until when an idle engine waits for more requests; in the past if they waited for it, or all are there."""
+        if self._expected is None or not self._joining or len(same) >= self._expected():
+            return 0.0
+        pause_s, most_s = max(_PAUSE_S, self._took_s / 20), max(_GATHER_S, self._took_s / 4)
+        return min(max(waiting.arrived for waiting in same) + pause_s, same[0].arrived + most_s)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -304,6 +320,7 @@ class _Request:
     part: tuple[Any, ...]
     num_rows: int
     deadline: float
+    arrived: float = field(default_factory=time.monotonic)
     caller: threading.Thread | None = None
     answered: bool = False
     answer: Any = None
