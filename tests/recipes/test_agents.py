@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from llmrl.endpoint.agents import Agent
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.objectives.llm import Algorithm
 from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.package_envs import is_there
 from llmrl.report.run_files import read_run
 from llmrl.report.warnings import findings
 from llmrl.run.metrics import read_metrics
@@ -25,6 +27,7 @@ from llmrl.train.settings import GRPOConfig
 from tests.recipes.conftest import OWN_ENGINE, WAITED
 from tests.support.conversations import fake_policy
 from tests.support.processes import is_running, wait_until
+from tests.support.ranks import ROOT
 from tests.support.saved_models import save_tiny
 
 pytest.importorskip("openai", reason="the client of the agents")
@@ -385,7 +388,7 @@ class Vowels:
 
 
 @pytest.mark.slow
-def test_a_game_with_itself_is_trained_by_seat_on_two_ranks_and_resumed_exactly(place):
+def test_a_game_with_itself_is_trained_by_seat_and_resumed_exactly(place):
     place.module("word_game", GAME)
     options = {"factory": "word_game:Vowels", "items": 8, "eval_items": 2, "seats": "all"}
     env = {"name": "text_env", "options": options, "dataset": None, "reward": None}
@@ -407,3 +410,19 @@ def test_a_game_with_itself_is_trained_by_seat_on_two_ranks_and_resumed_exactly(
     place.cut_back("run", "cut", to=2)
     place.run("resume", "cut")
     place.same("run", "cut", step=4, tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_there("verifiers"), reason="no environment with verifiers: llmrl env install verifiers")
+def test_tasks_of_verifiers_are_trained_on_two_ranks_and_resumed_exactly(place):
+    for name in ("reverse_text.py", "chat_loop.py"):
+        shutil.copy(ROOT / "scripts/clients/tasksets" / name, place.path / name)
+    save_tiny("model")
+    options = {"taskset": "reverse_text", "config": {"agent": {"harness": {"id": "chat_loop"}}}}
+    env = {"name": "verifiers", "options": options, "dataset": None, "reward": None}
+    changes = {"model": "model", "env": env, "steps": 4, "checkpoint": {"every": 2, "keep": 9}}
+    place.train_as_one_and_as_ranks("grpo", step=4, **changes)
+    assert all(step["agent/rows_mean"] == 1 and step["rollout/failed"] == 0 for step in place.steps("two"))
+    place.cut_back("one", "cut", to=2)
+    place.run("resume", "cut")
+    place.same("one", "cut", step=4, tolerance=1e-5)
