@@ -7,6 +7,7 @@ run; the id of a trace, which its clients send with each call, names rollout and
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import select
@@ -59,6 +60,7 @@ class VerifiersOptions(Settings):
         None, description="of the package renderers, which makes the ids of prompts; null: llmrl's endpoint makes them"
     )
     python: str | None = Field(None, description="of an environment with verifiers; null: the one of llmrl env install")
+    processes: int = Field(1, ge=1, description="programs that play, each on a core: rollouts are divided among them")
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
@@ -194,7 +196,9 @@ class VerifiersAgent:
         self, options: Mapping[str, Any], tokenizer: Any, *, model: str = "llmrl", scored: bool = True
     ) -> None:
         self._scored, self._model = scored, model
-        self._server = _Server.shared(VerifiersOptions.read(options), tokenizer)
+        chosen = VerifiersOptions.read(options)
+        self._servers = [_Server.shared(chosen, tokenizer, number) for number in range(chosen.processes)]
+        self._turns = itertools.cycle(self._servers)
         self._lock = threading.Lock()
         self._met: set[str] = set()
         self._failing: list[str] = []  # the tasks of the failures since the last rollout that did not fail
@@ -207,11 +211,13 @@ class VerifiersAgent:
         """
         end, task = time.monotonic() + timeout_s, row[COLUMN]
         asked = {"task": json.loads(task), "key": key, "base_url": base_url, "model": self._model}
+        with self._lock:
+            server = next(self._turns)
         try:
-            answer = self._server.ask(asked, end, stopped)
+            answer = server.ask(asked, end, stopped)
             outcome = Outcome() if answer is None else self._outcome(answer)
         except (OSError, http.client.HTTPException) as error:
-            return Outcome(error=self._server.ended(error), done=True)  # no fault of the task
+            return Outcome(error=server.ended(error), done=True)  # no fault of the task
         if not stopped():
             self._count(task, outcome.error if outcome.done else f"not done within {timeout_s:g} s")
         return outcome
@@ -246,23 +252,24 @@ class VerifiersAgent:
         """Ends the program if no other uses it; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._server.release()
+            for server in self._servers:
+                server.release()
 
 
 class _Server:
-    """The program, started when it is made and again after it has ended by itself."""
+    """A program, started when it is made, or unless it is the first when it is asked; again if it ended."""
 
     @classmethod
-    def shared(cls, options: VerifiersOptions, tokenizer: Any) -> _Server:
-        """That of these options, which ends when each that asked for it has released it."""
-        key = (options.model_dump_json(), id(tokenizer))
+    def shared(cls, options: VerifiersOptions, tokenizer: Any, number: int) -> _Server:
+        """The ``number``-th of these options, which ends when each that asked for it has released it."""
+        key = (options.model_dump_json(), id(tokenizer), number)
         with _servers_lock:
             server = _servers.get(key) or cls(options, tokenizer, key)
             server._users += 1
             _servers[key] = server
         return server
 
-    def __init__(self, options: VerifiersOptions, tokenizer: Any, key: tuple[str, int]) -> None:
+    def __init__(self, options: VerifiersOptions, tokenizer: Any, key: tuple[str, int, int]) -> None:
         self._key, self._users, self._lock = key, 0, threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="llmrl-verifiers-")
         with socket.socket() as free:
@@ -276,6 +283,8 @@ class _Server:
         command = _command(options, "serve", _written(self._folder.name, asked))
         output = Path(self._folder.name, "output").open("a+b")  # noqa: SIM115  closed with the program
         self._process = ServerProcess(f"http://127.0.0.1:{self._port}", command, _variables(command), output)
+        if key[-1]:  # not the first: what can be wrong is known by then
+            return
         try:
             self._start()
         except BaseException:
@@ -288,7 +297,7 @@ class _Server:
         Raises  OSError or HTTPException if the program ends; RolloutError if it cannot be started again
         """
         with self._lock:
-            if self._process.exitcode is not None:
+            if not self._process.starts or self._process.exitcode is not None:
                 self._start()
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=_START_S)) as connection:
             connection.request("POST", "/run", json.dumps(asked), {"content-type": "application/json"})
@@ -336,5 +345,5 @@ class _Server:
         self._folder.cleanup()
 
 
-_servers: dict[tuple[str, int], _Server] = {}
+_servers: dict[tuple[str, int, int], _Server] = {}
 _servers_lock = threading.Lock()

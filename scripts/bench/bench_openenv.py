@@ -2,10 +2,10 @@
 
     python scripts/bench/bench_openenv.py [--steps 20] [--rounds 5] [--json FILE]
 
-One server, in a process of its own. The client plays all sessions at once, each step after step. llmrl's side is whole
-conversations: prompts, a policy that answers at once, tokens, rewards. What OpenEnv adds is the difference to the same
-conversations with episodes of this process, which answer without a server. The two sides take turns, and
-the median of the rounds counts. scripts/foreign_clients installs openenv; LLMRL_CLIENTS is its folder.
+One server, in a process of its own. The client plays all sessions at once, each step after step. llmrl's side is the
+calls that `EpisodeTurns` makes: a step of all sessions, then the next one. For comparison whole conversations, with a
+policy that answers at once, prompts, tokens and rewards; and the same with episodes of this process, without a server.
+The sides take turns, and the median of the rounds counts. scripts/foreign_clients installs openenv, in LLMRL_CLIENTS.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from table import Row, benchmark
 
 from llmrl.collectors.llm import LLMCollector
+from llmrl.concurrency.deadline import AsyncRunner, Calls
 from llmrl.envs.llm.tasks.episodes import EpisodeEnv
 from llmrl.envs.llm.tasks.openenv import OpenEnvEnv, OpenEnvServer
 from llmrl.envs.llm.transforms.episodes import EpisodeTurns, Observed
@@ -57,10 +59,24 @@ def never(text: str) -> dict[str, int]:
     return {"guess": 0}
 
 
-def conversations(make: Callable[..., EpisodeEnv], sessions: int, steps: int) -> Callable[[], float]:
+def episodes(env: OpenEnvEnv, sessions: int, steps: int) -> float:
+    """The seconds of the steps of as many episodes."""
+    turns = next(each for each in env.transform.leaves() if isinstance(each, EpisodeTurns))
+    runner, own = AsyncRunner("bench", sessions), [turns.make() for _ in range(sessions)]
+    runner.run(Calls([partial(each.start, seed=seed) for seed, each in enumerate(own)]), timeout_s=60)
+    began = time.perf_counter()
+    for _ in range(steps):
+        outcomes = runner.run(Calls([partial(each.step, "5") for each in own]), timeout_s=60)
+        assert all(outcome.value is not None for outcome in outcomes), outcomes[0]
+    seconds = time.perf_counter() - began
+    for each in own:
+        each.close()
+    runner.close()
+    return seconds
+
+
+def conversations(env: EpisodeEnv) -> Callable[[], float]:
     """A function that plays them once, and returns the seconds."""
-    options = {"num_envs": sessions, "items": sessions, "max_steps": steps, "shuffle": False}
-    env = make(tokenizer=tiny_tokenizer(), **options)
     collector = LLMCollector(env, policy=ScriptedPolicy(["5"]), yield_only_last_steps=True)
 
     def play() -> float:
@@ -93,18 +109,23 @@ def main(steps: int, rounds: int) -> list[Row]:
     try:
         OpenEnvServer(url, None, start_timeout_s=300).close()
         for sessions in SESSIONS:
-            served = conversations(lambda **options: OpenEnvEnv(url=url, action=never, **options), sessions, steps)
-            here = conversations(HereEnv, sessions, steps)
-            sides = [(served(), here(), alone(sessions)) for _ in range(rounds + 1)][1:]
-            ours, own, bare = (1e3 * statistics.median(side) / (sessions * steps) for side in zip(*sides, strict=True))
-            print(
-                f"{sessions:3} sessions: ms a step {ours:.3f}, without a server {own:.3f}, OpenEnv's client {bare:.3f}"
+            options = {"num_envs": sessions, "items": sessions, "max_steps": steps, "shuffle": False}
+            envs = [
+                make(tokenizer=tiny_tokenizer(), **options, **given)
+                for make, given in ((OpenEnvEnv, {"url": url, "action": never}), (HereEnv, {}))
+            ]
+            served, here = map(conversations, envs)
+            sides = []
+            for _ in range(rounds + 1):
+                sides.append((episodes(envs[0], sessions, steps), alone(sessions), served(), here()))
+            step, bare, whole, own = (
+                1e3 * statistics.median(side) / (sessions * steps) for side in zip(*sides[1:], strict=True)
             )
+            print(f"{sessions} sessions, ms a step: {step:.3f}, OpenEnv's client {bare:.3f}; conversations {whole:.3f}")
             rows += [
-                Row(
-                    f"a step of OpenEnv, {sessions} sessions: what it adds / its own client", (ours - own) / bare, 1.11
-                ),
-                Row(f"the same with the conversation's own cost, {sessions} sessions", ours / bare),
+                Row(f"a step of OpenEnv, {sessions} sessions: llmrl / its own client", step / bare, 1.11),
+                Row(f"a step of whole conversations, {sessions} sessions / its own client", whole / bare),
+                Row(f"the same without a server, {sessions} sessions", own / bare),
             ]
     finally:
         for process in (client, server):

@@ -101,8 +101,13 @@ def python(tmp_path, monkeypatch):
 def rollouts_of():
     made = []
 
-    def make(taskset, retries=0, group_size=3, **agent):
-        env = {"name": "verifiers", "options": {"taskset": taskset}, "retries": retries, "agent": agent}
+    def make(taskset, retries=0, group_size=3, processes=1, **agent):
+        env = {
+            "name": "verifiers",
+            "options": {"taskset": taskset, "processes": processes},
+            "retries": retries,
+            "agent": agent,
+        }
         config = GRPOConfig(model="tiny", env=env, prompts_per_step=4, group_size=group_size)
         session = SimpleNamespace(rank=0, world_size=1, autocast=nullcontext, sum=lambda counts: counts)
         rows = verifiers_rows(config.env.options, split="train")
@@ -299,16 +304,26 @@ def test_a_program_that_always_ends_is_started_a_few_times_only(rollouts_of):
         rollouts_of("always dies", retries=9).rollout()
 
 
+def test_several_programs_divide_the_rollouts(rollouts_of):
+    rollouts = rollouts_of("echo", processes=3)
+    assert rewards(rollouts.rollout()) == [0.5] * 12
+    assert not rollouts.first_error
+    servers = rollouts._runs._agent._servers
+    assert len({server._process.pid for server in servers}) == 3
+    rollouts.close()
+    wait_until(lambda: all(server._process.exitcode is not None for server in servers), 20)
+
+
 def test_agents_of_the_same_options_share_a_program_which_ends_with_the_last(python):
     first, second = (VerifiersAgent({"taskset": "a"}, TOKENIZER) for _ in range(2))
-    pid = first._server._process.pid
-    assert second._server._process.pid == pid
+    pid = first._servers[0]._process.pid
+    assert second._servers[0]._process.pid == pid
     first.close()
     first.close()
     os.kill(pid, 0)
     second.close()
-    wait_until(lambda: second._server._process.exitcode is not None, 20)
-    assert second._server._process.exitcode == -signal.SIGTERM
+    wait_until(lambda: second._servers[0]._process.exitcode is not None, 20)
+    assert second._servers[0]._process.exitcode == -signal.SIGTERM
 
 
 def test_a_rollout_that_is_stopped_does_not_wait(python):

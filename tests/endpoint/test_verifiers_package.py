@@ -50,7 +50,7 @@ def play(options, engine, *, tasks=2, max_tokens=600):
             for row in verifiers_rows(options, split="train")[:tasks]:
                 key = endpoint.begin(row, by_session=True)
                 asked = {"task": json.loads(row["task"]), "key": key, "base_url": endpoint.base_url, "model": "llmrl"}
-                answer = agent._server.ask({**asked, "traces": True}, time.monotonic() + 200, lambda: False)
+                answer = agent._servers[0].ask({**asked, "traces": True}, time.monotonic() + 200, lambda: False)
                 seats = {session: Seat(name, reward) for session, name, reward in answer.get("seats", ())}
                 played.append((answer, endpoint.finish(key, 1.0, seats)))
     finally:
@@ -183,7 +183,7 @@ def test_the_program_ends_with_its_owner():
     script = (
         "import os; from llmrl.endpoint.verifiers import VerifiersAgent; from llmrl.testing import tiny_tokenizer; "
         "agent = VerifiersAgent({'taskset': 'reverse_text'}, tiny_tokenizer()); "
-        "print(agent._server._process.pid, flush=True); os._exit(9)"
+        "print(agent._servers[0]._process.pid, flush=True); os._exit(9)"
     )
     path = os.pathsep.join(str(entry) for entry in sys.path if entry)
     done = subprocess.run(
