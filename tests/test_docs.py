@@ -39,6 +39,7 @@ def examples_of(suffix: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("example", found, ids=lambda example: example.name)
 
 
+OF_AGENTS = "needs openai-agents: scripts/foreign_clients suites has it"
 SMALL = ("model={hidden_size: 16, layers: 1, heads: 2}", "steps=1", "prompts_per_step=2", "group_size=2")
 SMALL += ("updates_per_step=1",)
 SMALL += ("sampling.max_tokens=4", "env.split=validation", "eval.rows=2", "eval.max_tokens=4")
@@ -67,6 +68,8 @@ def test_every_file_of_the_documents_has_a_name_of_its_own():
 def test_a_program_of_the_documents_runs_and_prints_what_they_say(example, folder, monkeypatch, capsys):
     if "ReasoningGymEnv" in example.text:
         pytest.importorskip("reasoning_gym")
+    if "from agents import" in example.text:
+        pytest.importorskip("agents", reason=OF_AGENTS)
     if "import verifiers" in example.text:
         pytest.skip("it is for the Python that has verifiers: the recipe beside it is run")
     monkeypatch.syspath_prepend(str(folder))  # as Python does for the file that it runs
@@ -114,6 +117,8 @@ def test_the_readme_shows_commands():
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.split()[1] in cli.RECIPES])
 def test_a_training_command_of_the_documents_reaches_its_recipe(command, folder, monkeypatch, capsys):
+    if "calculator_agent" in command:
+        pytest.importorskip("agents", reason=OF_AGENTS)
     recipe = types.ModuleType("recipe")
     recipe.run = lambda config, *, run_dir, resume: 0
     recipe.plan = lambda config, *, runs, gpu=None: []
