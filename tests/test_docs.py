@@ -6,7 +6,6 @@ import importlib
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,7 +16,6 @@ import yaml
 
 from llmrl.commands import cli
 from llmrl.envs.llm.transforms import make_rewards
-from llmrl.modules.llm.engines.vllm.compat import EXTENSION
 from llmrl.objectives.llm.presets import PRESETS
 from llmrl.objectives.llm.settings import Aggregation, Correction, KLEstimator, Scale, Surrogate
 from llmrl.package_envs import is_there
@@ -90,13 +88,6 @@ def test_a_recipe_of_the_documents_trains(example, folder, capsys):
     changes = [change for change in SMALL if not own or change[:4] not in ("env.", "eval")]
     assert cli.main(["grpo", example.name, "--name", "try", *changes]) == 0, capsys.readouterr().err
     assert (folder / "runs" / "try" / "checkpoints" / "step1").is_dir()
-
-
-@examples_of(".sbatch")
-def test_a_batch_file_of_the_documents_is_one_that_bash_reads(example, folder):
-    checked = subprocess.run(["bash", "-n", example.name], capture_output=True, text=True)
-    assert (checked.returncode, checked.stderr) == (0, "")
-    assert f"--worker-extension-cls {EXTENSION}" in example.text
 
 
 def test_a_part_of_a_recipe_that_the_documents_show_is_valid(folder):

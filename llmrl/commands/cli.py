@@ -60,7 +60,7 @@ usage: llmrl COMMAND ...
 
 {training}
   resume  RUN [section.key=value ...]      continue from a run's last complete checkpoint
-  launch  grpo|ppo|...|resume ...          that, with vLLM servers on the rollout.gpus last GPUs
+  launch  grpo|ppo|...|resume ...          that, with vLLM servers on the rollout.gpus last GPUs; --slurm: as a job
   eval    RUN [section.key=value ...]      evaluate a run's checkpoint
   chat    RUN|MODEL                        talk to a model, with the run's tools
   serve   RUN|MODEL                        a model behind an OpenAI-compatible server
@@ -234,25 +234,39 @@ def _launch_all(arguments: list[str]) -> int:
         option("--port", type=int, default=8100, help="of the first server, the others follow (default: 8100)"),
         option("--wait", type=float, default=1800, metavar="S", help="for servers to answer (default: 1800)"),
         option("--dry-run", action="store_true", help="print the plan and the commands; start nothing"),
+        option("--slurm", action="store_true", help="as a job of Slurm on several nodes, which is submitted"),
+        option("--print", dest="print_only", action="store_true", help="with --slurm: print the job's script instead"),
+        option("--gpu", metavar="NAME:COUNTxNODES", help="with --slurm: the nodes' GPUs, such as H100:8x2"),
+        option("--nodes", type=int, metavar="N", help="with --slurm: nodes without GPUs"),
+        option("--time", metavar="T", help="with --slurm: the job's limit (default: 24:00:00)"),
+        option("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="with --slurm: as partition=long"),
     )
     options, rest = own.parse_known_args(arguments)
+    job = {name: getattr(options, name) for name in ("print_only", "gpu", "nodes", "sbatch", "time")}
+    if not options.slurm and any(job.values()):
+        own.error("--print, --gpu, --nodes, --time and --sbatch describe a job of Slurm: add --slurm")
     if options.trainers is not None and options.trainers < 1:
         own.error(f"--trainers must be at least 1: got {options.trainers}")
     command = options.command
     if command != "resume":
         given, _, loaded = _read_training(command, rest)
-        if loaded is None or given.gpu:
-            own.error(f"--defaults and --gpu are options of llmrl {command}, which plans for rollout.gpus too")
+        if loaded is None:
+            own.error(f"--defaults is an option of llmrl {command}")
+        if options.slurm and given.overwrite:
+            own.error("--overwrite would remove what a job that is queued again continues from: leave it out")
         runs = Path(given.runs)
     else:
         run = RunDir.open(next((word for word in rest if "=" not in word), ""))
         changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # the earlier start's are gone
         _, info, loaded = load_run(run, changes)
         command, runs = info["command"], run.path.parent
-    if not hasattr(loaded.config, "rollout"):
+    if not hasattr(loaded.config, "rollout") and not options.slurm:
         own.error(f"needs a command that samples, such as grpo: {command} trains on rows")
     _check_early(loaded.config, runs, packages=not options.dry_run, data=options.command != "resume")
-    return importlib.import_module("llmrl.commands.launch").launch(
+    start = importlib.import_module("llmrl.commands.launch").launch
+    if options.slurm:
+        start = partial(importlib.import_module("llmrl.commands.slurm").submit, **job)
+    return start(
         RECIPES[command].module,
         loaded.config,
         [options.command, *rest],

@@ -132,7 +132,7 @@ def _plan(
     def visible(names: list[str]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if gpu else {}
 
-    model, options = _served(config, runs, engine.options, port, dry_run)
+    model, options = served_model(config, runs, engine.options, port, dry_run)
     servers = {}
     for number in range(engine.apart):
         first = len(names) - rollout.gpus + number * rollout.tensor_parallel
@@ -144,7 +144,7 @@ def _plan(
     return Launch(rows, servers, Command(words, visible(names[:trainers])))
 
 
-def _served(
+def served_model(
     config: Any, runs: Path, options: Mapping[str, Any], port: int, dry_run: bool
 ) -> tuple[str, Mapping[str, Any]]:
     """The model that servers load. A randomly initialised model is written without weights; the run sends them."""

@@ -320,7 +320,8 @@ def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
         raise ConfigError(f"rollout.gpus: must leave a GPU to the trainer: got {taken} of {gpu.count} x {gpu.name}.")
     if gpu.count % parts:
         raise ConfigError(f"rollout.tensor_parallel: must divide the {gpu.count} GPUs: got {parts}.")
-    trainers = replace(gpu, count=(gpu.count - taken) // parts)
+    nodes = -(-(gpu.count - taken) // (gpu.count // gpu.nodes))
+    trainers = replace(gpu, count=(gpu.count - taken) // parts, nodes=nodes)
     config.parallel.check_count(trainers.count)
     return trainers
 
