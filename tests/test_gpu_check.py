@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a GPU: parts without vLLM in small sizes, parts that fail, and the bundle."""
+"""scripts/gpu_check without a GPU: every part in small sizes, parts that fail, and the bundle."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 COMMAND = ROOT / "scripts/gpu_check"
 GIVEN = os.environ | {"PYTHON": sys.executable}
 SLOW = pytest.mark.slow
+MARKS = dict.fromkeys(("head", "sft", "grpo", "decode"), ()) | {"engine": (SLOW, pytest.mark.vllm)}
 FIGURES = {  # some that each part must print
     "machine": {"products", "copies", "context of a process"},
     "tests": {"passed"},
@@ -34,6 +35,8 @@ FIGURES = {  # some that each part must print
     "grpo": {"largest first ratio", "time of a token, of SFT's"},
     "decode": {"log-probs, trainer - engine", "mean ratio"},
     "transfer": {"shared memory", "loss after loading"},
+    "engine": {"here: start", "here, version 3: log-probs, trainer - engine", "here: a lost push is found"},
+    "run": {"step", "named parts", "speed"},
 }
 
 
@@ -47,7 +50,7 @@ def parts(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("head", "sft", "grpo", "decode") else SLOW) for name in FIGURES],
+    [pytest.param(name, marks=MARKS.get(name, SLOW)) for name in FIGURES],
 )
 def test_a_part_runs_in_small_sizes(parts, name):
     context = importlib.import_module("scripts.gpu.context").Context(small=True)

@@ -103,7 +103,7 @@ def save(context: Context, name: str, folder: str) -> None:
 
 
 def engine_at(context: Context, folder: str, own_process: bool) -> Iterator[Figure]:
-    where, num_tokens = "engine apart" if own_process else "engine here", context.pick(64, 8)
+    where, num_tokens = "engine/apart" if own_process else "engine/here", context.pick(64, 8)
     # CUDA graphs, which take long to capture, only here
     options = {"enforce_eager": own_process} if context.on_gpu else {"kv_cache_memory_bytes": 1 << 27}
     rollout = {"engine": "vllm", "own_process": own_process, "sleep": True, "options": options}
@@ -177,7 +177,7 @@ def run(context: Context) -> Iterator[Figure]:
     """Three steps of the command: where the time goes, and the peak against the plan."""
     has_vllm = find_spec("vllm") is not None
     if not has_vllm:
-        yield Figure.skipped("run with vLLM", f"{NO_VLLM}: Transformers samples")
+        yield Figure.skipped("run/with vLLM", f"{NO_VLLM}: Transformers samples")
     with tempfile.TemporaryDirectory() as folder:
         save(context, "0.5B", folder)
         options = {"kv_cache_memory_bytes": 1 << 27} if has_vllm and not context.on_gpu else {}
