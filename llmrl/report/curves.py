@@ -102,6 +102,7 @@ CHARTS = (
         {"engine/cache_max_frac": "in use, at most", "engine/prefix_hit_frac": "prompt tokens found in it"},
         "percent",
     ),
+    Chart("Speed", "Speculative decoding", {"engine/draft_accepted_frac": "drafted tokens accepted"}, "percent"),
     Chart(
         "Speed",
         "Room in the engine",

@@ -80,6 +80,7 @@ METRICS: dict[str, str] = {
     "async/engine_idle": "share of the step that the engine waited",
     "async/trainer_idle": "share of the step that the trainer waited",
     "engine/cache_max_frac": "vLLM: largest share of the KV cache in use after one of the engine's steps",
+    "engine/draft_accepted_frac": "vLLM: share of the tokens drafted by speculative decoding that it accepted",
     "engine/preempted": "vLLM: times that a request was evicted from the KV cache and recomputed",
     "engine/prefix_hit_frac": "vLLM: share of the prompt tokens that were found in the prefix cache",
     "engine/waiting_max": "vLLM: most requests that waited for room after one of the engine's steps",

@@ -228,6 +228,9 @@ def test_several_engines_add_up_or_take_the_largest_and_what_one_lacks_is_not_kn
         "engine/waiting_max": 3,
         "engine/prefix_hit_frac": 0.25,
     }
+    drafts = [{"drafted": 8, "accepted": 1}, {"drafted": 4, "accepted": 2}]
+    assert gauge_metrics(merged(drafts)) == {"engine/draft_accepted_frac": 0.25}
+    assert gauge_metrics({"drafted": 0, "accepted": 0}) == {}, "nothing was drafted"
     assert gauge_metrics(merged([first, {"preempted": 2}])) == {"engine/preempted": 3}
     assert "engine/prefix_hit_frac" not in gauge_metrics(first), "nothing was looked up"
     assert merged([second, {}]) == merged([]) == gauge_metrics({}) == {}

@@ -1,7 +1,9 @@
-"""Gauges of a running vLLM: the share of its KV cache in use, preempted requests, hits of its prefix cache.
+"""Gauges of a running vLLM: the share of its KV cache in use, preempted requests, hits of its prefix cache, accepted
+tokens of speculative decoding.
 
-The numbers are ``preempted``, ``prefix_hits`` and ``prefix_queries`` (both in tokens), ``cache_max`` and
-``waiting_max``; those that a vLLM does not report are absent. `gauge_metrics` converts them to a run's metrics.
+The numbers are ``preempted``, ``prefix_hits`` and ``prefix_queries``, ``accepted`` and ``drafted`` (in tokens),
+``cache_max`` and ``waiting_max``; those that a vLLM does not report are absent. `gauge_metrics`
+converts them to a run's metrics.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ _COUNTERS = {  # names in a server's /metrics; a new "started" means a new proce
     "vllm:num_preemptions": "preempted",
     "vllm:prefix_cache_queries": "prefix_queries",
     "vllm:prefix_cache_hits": "prefix_hits",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
     "process_start_time_seconds": "started",
 }
 
@@ -37,10 +41,13 @@ class EngineStats:
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, **_: Any) -> None:
         """Called by vLLM. ``iteration_stats`` omits a preempted request that ends before it is resumed."""
         prefix = getattr(scheduler_stats, "prefix_cache_stats", None)
+        drafts = getattr(scheduler_stats, "spec_decoding_stats", None)  # None in a step without drafts
         found = {
             "preempted": getattr(iteration_stats, "num_preempted_reqs", None),
             "prefix_queries": getattr(prefix, "queries", None),
             "prefix_hits": getattr(prefix, "hits", None),
+            "drafted": getattr(drafts, "num_draft_tokens", None),
+            "accepted": getattr(drafts, "num_accepted_tokens", None),
             "cache_max": getattr(scheduler_stats, "kv_cache_usage", None),
             "waiting_max": getattr(scheduler_stats, "num_waiting_reqs", None),
         }
@@ -104,13 +111,15 @@ def _both(name: str, one: float, other: float) -> float:
 
 
 def gauge_metrics(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Converts numbers to metrics of metrics.jsonl; the share of prefix hits is absent if there were no queries.
+    """Converts numbers to metrics of metrics.jsonl; a share of nothing is absent.
 
     >>> gauge_metrics({"preempted": 3, "cache_max": 0.5, "prefix_hits": 16, "prefix_queries": 64})
     {'engine/preempted': 3, 'engine/cache_max_frac': 0.5, 'engine/prefix_hit_frac': 0.25}
     """
     names = {"preempted": "preempted", "cache_max": "cache_max_frac", "waiting_max": "waiting_max"}
     metrics = {f"engine/{name}": numbers[key] for key, name in names.items() if key in numbers}
-    if numbers.get("prefix_queries") and "prefix_hits" in numbers:
-        metrics["engine/prefix_hit_frac"] = numbers["prefix_hits"] / numbers["prefix_queries"]
+    shares = {"prefix_hit_frac": ("prefix_hits", "prefix_queries"), "draft_accepted_frac": ("accepted", "drafted")}
+    for name, (part, whole) in shares.items():
+        if numbers.get(whole) and part in numbers:
+            metrics[f"engine/{name}"] = numbers[part] / numbers[whole]
     return metrics
