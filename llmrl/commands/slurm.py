@@ -242,7 +242,7 @@ _SERVE = r"""servers=() pids=()
 serve() {  # number of the node, port, variables; the server is restarted at most three times
   local node=${nodes[$1]}
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --open-mode=append --output="$logs/server-$node-$2.log" \
-    bash -c 'for start in 1 2 3 4; do "$@" && exit; done; exit 1' server \
+    bash -c 'trap "kill \$!; wait; exit" TERM; for start in 1 2 3 4; do "$@" & wait $! && exit; done; exit 1' server \
     env "${@:3}" "${server[@]}" --host="$node" --port="$2" &
   servers+=("http://$node:$2") pids+=($!)
 }

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support.processes import wait_until
+from tests.support.processes import descendants, is_running, wait_until
 from tests.support.ranks import ROOT
 
 SRUN = """
@@ -105,17 +105,18 @@ def test_the_last_node_of_a_job_has_the_engines(place, slurm):
     port = random.randrange(20000, 30000)
     script = place.run("launch", "grpo", recipe, "--slurm", "--print", "--nodes", "2", "--port", port, "steps=1").out
     job = start(place, script, random.randrange(10**6), NODES)
+    log = place.path / f"runs/.launch/server-{NODES[1]}-{port}.log"
     try:
+        wait_until(lambda: log.exists() or job.poll() is not None)
+        started = [pid for pid, command in descendants(job.pid) if "api_server" in command]
+        assert started, place.finish(job, code=None).err
         place.finish(job, words=[f"vLLM behind http://{NODES[1]}:{port}"])
     finally:
         job.kill()
     (run,) = (path.name for path in (place.path / "runs").glob("job*"))
     assert len(place.steps(run)) == 1
-    log = (place.path / f"runs/.launch/server-{NODES[1]}-{port}.log").read_text(errors="replace")
-    assert log.count("POST /update_weight_version") == 1 + 1
-    wait_until(
-        lambda: f"--host={NODES[1]}" not in subprocess.run(["ps", "-Ao", "args"], capture_output=True, text=True).stdout
-    )
+    assert log.read_text(errors="replace").count("POST /update_weight_version") == 1 + 1
+    wait_until(lambda: not any(is_running(pid) for pid in started))
 
 
 def test_a_job_is_submitted_with_the_nodes_that_the_plan_needs(place, slurm):
