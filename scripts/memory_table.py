@@ -34,6 +34,7 @@ WORDS = {
     "memory.offload=parameters": "offload",
     "lora.r=16": "lora",
     "lora.quantize=nf4": "nf4",
+    "rollout.over_ranks=True": "over_ranks",
     "optim.name=adamw_8bit": "8bit",
     "optim.name=adamw_offload": "opt-offload",
 }

@@ -83,6 +83,7 @@ class Session:
         self.low_precision = bf16
         self.mesh = _make_mesh(self.device, self.world_size, config.parallel.replicas) if self.sharded else None
         self.split = _make_split(self.device, self.world_size, config.parallel.context)
+        self.engine_group = _make_engine_group(self.device, self.world_size, config)
         self.console = make_console(self.rank)
         if self._store is not None:
             self._late = self._watch_late(self._store)
@@ -91,7 +92,8 @@ class Session:
 
     def _watch_late(self, store: dist.Store) -> LateRanks:
         groups = [dist.group.WORLD, *([] if self.mesh is None else self.mesh.get_all_groups())]
-        groups = list(dict.fromkeys([*groups, *([self.split.group] if self.split else [])]))
+        groups += [self.split.group] if self.split else []
+        groups = list(dict.fromkeys([*groups, *([self.engine_group] if self.engine_group else [])]))
         aborted = groups if self.device.type == "cuda" else []
         on_late = partial(raise_in_main, aborted=aborted)
         return LateRanks(store, self.rank, counters_of(groups), self._timeout_s, on_late)
@@ -180,12 +182,16 @@ class Session:
 
     @contextmanager
     def in_step(self, policy: Any) -> Iterator[None]:
-        """Context in which each rank may call a policy with a sharded model as often as it needs to.
+        """Context in which each rank may call a policy with a sharded model or engine as often as it needs to.
 
         Every forward pass of such a model is a collective. Before each pass the ranks exchange whether any rank still
         needs one; ranks that have finished run dummy passes until none does.
         """
-        model = getattr(policy, "model", None)
+        model, engine = getattr(policy, "model", None), getattr(policy, "engine", None)
+        if hasattr(engine, "joined"):  # of several ranks: its calls are collectives, too
+            with engine.joined():
+                yield
+            return
         if not hasattr(model, "call_whole"):
             yield
             return
@@ -387,6 +393,20 @@ def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSpl
         return None
     mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("group", "context"))
     return SequenceSplit(mesh.get_group("context"))
+
+
+def _make_engine_group(device: torch.device, world_size: int, config: ModelSource) -> dist.ProcessGroup | None:
+    """The ranks that hold this rank's engine with it (``rollout.over_ranks``); None without such engines."""
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or not rollout.over_ranks or world_size == 1:
+        return None
+    size, here = rollout.tensor_parallel, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if here % size:
+        raise ConfigError(
+            f"rollout.over_ranks: tensor_parallel must divide the {here} processes of a machine: got {size}."
+        )
+    mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("engine", "part"))
+    return mesh.get_group("part")
 
 
 def _versions() -> dict[str, str]:

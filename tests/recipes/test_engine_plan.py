@@ -66,6 +66,18 @@ def test_each_rank_has_its_engine_on_its_own_gpu_and_on_several_side_by_side():
     assert planned(gpus=Gpus(1, CARD)).devices is None, "in this process, on the GPU that it has"
 
 
+def test_ranks_that_hold_one_engine_have_a_part_of_it_on_their_own_gpus():
+    shared = config({"tensor_parallel": 2, "over_ranks": True})
+    plan, alone = planned(shared, Gpus(4, CARD, 4, 1), world_size=4), planned(gpus=Gpus(4, CARD, 4, 1), world_size=4)
+    assert (plan.parts, plan.devices, plan.own_process, plan.sleeps) == (2, None, False, True)
+    assert plan.options["gpu_memory_utilization"] >= alone.options["gpu_memory_utilization"]
+    assert "vLLM over 2 ranks" in plan.place
+    with pytest.raises(ConfigError, match="must divide the 3 processes"):
+        planned(shared, Gpus(3, CARD, 3), world_size=3)
+    mixture = tiny_model(architecture="qwen3_moe")
+    assert "enable_return_routed_experts" not in planned(shared, Gpus(2, CARD, 2), mixture, world_size=2).options
+
+
 def test_processes_that_would_share_a_gpu_are_refused_before_they_meet():
     with pytest.raises(ConfigError, match=r"got 8 processes on a machine of 4 GPUs; .* --nproc-per-node"):
         check_gpus(8, 4)
@@ -266,6 +278,10 @@ def test_engines_on_gpus_of_their_own_are_planned_as_servers():
         ({"ray": "auto", "sleep": True}, "ray needs sleep and own_process left out"),
         ({"ray": "auto", "options": {"enable_lora": True}}, "ray sends whole weights"),
         ({"ray_engines": 2}, "need ray"),
+        ({"over_ranks": True}, "over_ranks needs tensor_parallel"),
+        ({"over_ranks": True, "tensor_parallel": 2, "max_staleness": 1}, "over_ranks needs max_staleness left out"),
+        ({"over_ranks": True, "tensor_parallel": 2, "gpus": 2}, "over_ranks needs gpus left out"),
+        ({"over_ranks": True, "tensor_parallel": 2, "engine": "transformers"}, "needs engine vllm"),
     ],
 )
 def test_settings_of_engines_that_exclude_each_other(rollout, message):

@@ -291,7 +291,7 @@ def test_transformers_samples_as_many_rows_at_once_as_a_gpu_has_memory_for(monke
 
 def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
     shape, gpu = shape_of("32B"), parse_gpu("40:8")
-    config = grpo(rollout={"engine": "vllm"})
+    config = grpo(rollout={"engine": "vllm", "own_process": True})
     changes = remedies(config, shape, gpu)
     assert changes["rollout.gpus"] in (1, 2, 4)
     apart = with_changes(config, changes)
@@ -312,11 +312,29 @@ def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
 @pytest.mark.parametrize(("gpus", "nodes"), [("80:8", 1), ("80:8x2", 2), ("80:16", 2), ("80:4x2", 2)])
 def test_engines_are_set_aside_where_llmrl_launch_can_start_them(gpus, nodes):
     """That is one machine; more than eight GPUs are on machines of eight."""
-    gpu, config = parse_gpu(gpus), grpo(rollout={"engine": "vllm"})
+    gpu, config = parse_gpu(gpus), grpo(rollout={"engine": "vllm", "own_process": True})
     assert (gpu.nodes, gpu.of(8).nodes) == (nodes, 1)
     changes = remedies(config, shape_of("70B"), gpu) or {}
     assert ("rollout.gpus" in changes) == (nodes == 1)
     assert parse_gpu("80:4").of(16).place == "16 (2 nodes of 8)"
+
+
+@pytest.mark.parametrize(("size", "gpus"), [("32B", "H100:4"), ("70B", "H100:8"), ("70B", "H100:8x2")])
+def test_adapters_of_a_large_model_are_trained_with_one_engine_over_the_trainers_gpus(size, gpus):
+    """Two of verl's published minima: LoRA of 32B on four H100, and of 72B on eight."""
+    shape, gpu = shape_of(size), parse_gpu(gpus)
+    lora = {"lora": {"r": 32}, "parallel": {"mode": "fsdp2"}}
+    changes = remedies(grpo(rollout={"engine": "vllm"}, **lora), shape, gpu)
+    found = with_changes(grpo(rollout={"engine": "vllm"}, **lora), changes)
+    assert found.rollout.over_ranks
+    assert trainer_gpus(found, gpu).count == gpu.count, "all of them train"
+    plan = plan_memory(found, shape, num_gpus=gpu.count, low_precision=True, capacity=gpu.bytes)
+    assert plan.fits(gpu)
+    assert plan.sampling["engine weights"] == 2 * shape.parameters / found.rollout.tensor_parallel
+    assert "engine's process" not in plan.training, "it is in the ranks' own"
+    assert remedies(grpo(rollout={"engine": "vllm", "own_process": True}, **lora), shape, gpu) != {}, "one for each"
+    with pytest.raises(ConfigError, match="must divide a machine's 6 GPUs: got 4"):
+        trainer_gpus(with_changes(found, {"rollout.tensor_parallel": 4}), parse_gpu("80:6"))
 
 
 @pytest.mark.parametrize(("parts", "fits"), [(2, True), (8, True), (16, True), (3, False), (6, False)])

@@ -184,6 +184,27 @@ def test_two_processes_have_an_engine_each_and_the_same_weights(place, rollout):
         assert delivered == [4, 8, 12], "two groups of each rank in a step"
 
 
+def test_the_ranks_hold_one_engine_that_samples_for_all_of_them(place):
+    save_tiny("tied", hidden_size=64)
+    rollout = {"tensor_parallel": 2, "over_ranks": True, "sleep": True}
+    overrides = ("model=tied", "parallel.mode=fsdp2", "steps=3", "optim={lr: 5.0e-3, schedule: constant, warmup: 0}")
+    overrides += (
+        "eval={dataset: prompts.jsonl, rows: 3, max_tokens: 4, batch_size: 1, every: 2}",
+    )  # rank 0 calls twice
+    process = place.process("grpo", recipe(place, "two", **rollout), "--name", "two", *overrides, ranks=2)
+    place.finish(process, timeout_s=LIMIT_S, words=["vLLM over 2 ranks, in their processes", "asleep during updates"])
+    steps = place.steps("two")
+    assert len(steps) == 3
+    for step in steps:
+        assert len(place.rollouts("two", int(step["step"]))) == 16
+        assert step["mismatch/logp_abs_max"] < 1e-4, "the weights of this version, each rank's part"
+        assert step["mismatch/probe"] < 1e-5
+        assert step["policy/grad_norm"] > 0, "the weights move"
+        assert step["async/staleness_max"] == 0
+        assert 0 < step["engine/cache_max_frac"] < 1
+    assert [value for name, value in steps[1].items() if name.startswith("eval/") and name.endswith("/count")] == [3]
+
+
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 

@@ -70,6 +70,7 @@ class EnginePlan:
     sleeps   it frees its memory while the trainer updates
     length   maximum tokens of a conversation; None: as many as model and memory allow
     options  arguments of vLLM
+    parts    number of ranks that hold one engine, each a part of it in its process
     servers  URLs of engines that run elsewhere; then this process has no engine
     apart    number of servers that ``llmrl launch`` starts; then this process has no engine
     ray      servers that a Ray cluster places; then this process has no engine
@@ -80,6 +81,7 @@ class EnginePlan:
     sleeps: bool = False
     length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    parts: int = 1
     servers: tuple[str, ...] = ()
     apart: int = 0
     ray: RayPlan | None = None
@@ -93,6 +95,8 @@ class EnginePlan:
             return str(self.ray)
         if self.apart:
             return f"vLLM behind {self.apart} servers, which llmrl launch starts"
+        if self.parts > 1:
+            return f"vLLM over {self.parts} ranks, in their processes"
         return "vLLM in a process of its own" if self.own_process else "vLLM in this process"
 
     def describe(self) -> list[str]:
@@ -135,6 +139,9 @@ def plan_engine(
     longest = 0 if config.env.several_turns else longest
     if config.rollout.elsewhere and vision_tower(model) is not None:
         raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers, .gpus and .ray.")
+    if config.rollout.over_ranks and (vision_tower(model) is not None or config.env.agent):
+        what = "an agent calls it at any time" if config.env.agent else "it takes no images"
+        raise ConfigError(f"rollout.over_ranks: an engine of several ranks samples in lockstep: {what}; leave it out.")
     if config.rollout.servers:
         return _plan_servers(config, model.config, _needed_length(config, longest))
     low, ranks, gpus = session.low_precision, session.world_size, Gpus.of(session)
@@ -174,6 +181,7 @@ def replays_routes(config: GRPOConfig, model: PreTrainedModel) -> bool:
             (rollout.elsewhere, "engines that are servers do not report their routes"),
             (rollout.options.get("enable_lora"), "engines with adapters (enable_lora) do not report their routes"),
             (not caches, "vLLM keeps routes in its prefix cache, which is off"),
+            (rollout.over_ranks, "engines of several ranks do not report their routes"),
             (config.memory.compile, "compiled layers do not replay (memory.compile)"),
             (vision_tower(model) is not None, "image tokens cannot be replayed"),
         ]
@@ -211,8 +219,14 @@ def make_engine_plan(
         options |= {"tensor_parallel_size": rollout.tensor_parallel, **share}
         options |= _batch_limits(config, gpus, apart or rollout.ray_engines, world_size) | rollout.options
         return EnginePlan(length=length, options=options, apart=apart)
-    devices = _place(rollout.tensor_parallel, gpus)
-    own_process = rollout.own_process
+    parts = rollout.tensor_parallel if rollout.over_ranks else 1
+    if world_size % parts:
+        raise ConfigError(
+            f"rollout.over_ranks: tensor_parallel must divide the {world_size} processes, of which as many hold one "
+            f"engine: got {parts}."
+        )
+    devices = () if parts > 1 else _place(rollout.tensor_parallel, gpus)
+    own_process = rollout.own_process if parts == 1 else False
     if own_process is None:
         # In this process nothing overlaps, there is one GPU, and with several ranks there is a process group already.
         own_process = rollout.overlaps or world_size > 1 or len(devices) > 1
@@ -233,8 +247,8 @@ def make_engine_plan(
         _check_room(share * gpus.bytes, weights, cache, length or needed)
     routes = {"enable_return_routed_experts": True} if replays_routes(config, model) else {}
     options |= routes | _adapter_options(config)
-    options |= _batch_limits(config, gpus, world_size, world_size) | rollout.options
-    return EnginePlan(own_process, devices if own_process and devices else None, sleeps, length, options)
+    options |= _batch_limits(config, gpus, world_size // parts, world_size) | rollout.options
+    return EnginePlan(own_process, devices if own_process and devices else None, sleeps, length, options, parts)
 
 
 def _batch_limits(config: GRPOConfig, gpus: Gpus, engines: int, ranks: int) -> dict[str, int]:
@@ -344,7 +358,7 @@ def _place(parts: int, gpus: Gpus) -> tuple[int, ...]:
         raise ConfigError(
             f"rollout.tensor_parallel: {gpus.ranks} processes on this machine, with an engine on {parts} GPUs each, "
             f"need {needed} GPUs, and their number must be a multiple of {parts}: got {gpus.count}; start fewer "
-            "processes (--nproc-per-node), or spread engines over fewer GPUs."
+            "processes (--nproc-per-node), spread engines over fewer GPUs, or over the ranks' own (rollout.over_ranks)."
         )
     return tuple(range(gpus.rank * parts, (gpus.rank + 1) * parts))
 

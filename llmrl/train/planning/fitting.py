@@ -54,7 +54,8 @@ def remedies(
     """The changes of settings that make the run fit on the GPUs and cost the least time (`step_seconds`); {} if it fits
     already, None if none helps.
 
-    Some GPUs may be set aside for engines, on one machine, where ``llmrl launch`` starts them. Adapters, which train
+    Some GPUs may be set aside for engines, on one machine, where ``llmrl launch`` starts them; or engines be divided
+    over the GPUs of several ranks. Adapters, which train
     fewer parameters, are the last resort.
     """
 
@@ -68,8 +69,8 @@ def remedies(
         changed = with_changes(config, adapters)
         if (found := _remedies_here(changed, shape, gpu, lengths)) == {}:
             return adapters
-        apart = _remedies_apart(changed, shape, gpu, lengths)
-        if possible := [changes for changes in (found, *apart) if changes is not None]:
+        others = [*_remedies_apart(changed, shape, gpu, lengths), *_remedies_shared(changed, shape, gpu, lengths)]
+        if possible := [changes for changes in (found, *others) if changes is not None]:
             return adapters | min(possible, key=lambda changes: seconds(changed, changes))
     return None
 
@@ -102,6 +103,22 @@ def _remedies_apart(
                 if (here := _remedies_here(changed, shape, trainers, lengths)) is not None:
                     yield changes | here
                 break  # a larger tensor_parallel does not change the trainers
+
+
+def _remedies_shared(
+    config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None
+) -> Iterator[dict[str, Any]]:
+    """`remedies` with engines over the GPUs of as few ranks as possible."""
+    rollout = config.rollout if isinstance(config, GRPOConfig) else RolloutSettings()
+    alone = rollout.engine == "vllm" and rollout.tensor_parallel == 1 and not (rollout.elsewhere or rollout.overlaps)
+    if not alone or rollout.own_process or config.env.agent:
+        return
+    for parts in (2, 4, 8):
+        if gpu.count // gpu.nodes % parts == 0 and can_spread(shape.heads, parts):
+            changes: dict[str, Any] = {"rollout.tensor_parallel": parts, "rollout.over_ranks": True}
+            if (here := _remedies_here(with_changes(config, changes), shape, gpu, lengths)) is not None:
+                yield changes | here
+                return
 
 
 def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:

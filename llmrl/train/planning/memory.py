@@ -122,6 +122,7 @@ def plan_memory(
         stays["teacher"] = (2.0 if low_precision else 4.0) * _num_weights(grpo.teacher.source) / ranks
     rollout = grpo.rollout if grpo else RolloutSettings()
     apart = num_gpus > 1 or rollout.own_process or rollout.overlaps or rollout.tensor_parallel > 1
+    apart = apart and not rollout.over_ranks
     if capacity is not None and rollout.engine == "vllm" and not rollout.elsewhere and apart:
         buffer = max(_BUFFER, (2.0 if low_precision else 4.0) * shape.largest_weight)
         stays["engine's process"] = _CONTEXT_GIB * GIB + buffer
@@ -316,6 +317,10 @@ def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
     """
     rollout = config.rollout if isinstance(config, GRPOConfig) else RolloutSettings()
     taken, parts = rollout.gpus, rollout.tensor_parallel if rollout.engine == "vllm" and not rollout.elsewhere else 1
+    if rollout.over_ranks:
+        if (here := gpu.count // gpu.nodes) % parts:
+            raise ConfigError(f"rollout.over_ranks: tensor_parallel must divide a machine's {here} GPUs: got {parts}.")
+        parts = 1
     if taken >= gpu.count:
         raise ConfigError(f"rollout.gpus: must leave a GPU to the trainer: got {taken} of {gpu.count} x {gpu.name}.")
     if gpu.count % parts:

