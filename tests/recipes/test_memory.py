@@ -259,7 +259,7 @@ def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
     plan = plan_memory(config, shape_of("0.5B"), num_gpus=8, low_precision=True, capacity=gpu.bytes)
     beside = plan.resident if plan.sleeps else sum(plan.training.values())
     assert 0 <= (gpu.bytes - plan.reserve - beside) - share * gpu.bytes < 0.01 * gpu.bytes
-    needs = r"1 x H100 of 79.2 GiB: needs \d+ GiB on each if every answer has 1024 tokens \(.*it fits on 4 with "
+    needs = r"1 x H100 of 79.2 GiB: needs \d+ GiB on each if every answer has 1024 tokens \(.*it fits on 2 with "
     with pytest.raises(ConfigError, match=needs):
         engine_share(config, shape_of("70B"), parse_gpu("H100"))
 
