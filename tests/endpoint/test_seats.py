@@ -11,7 +11,7 @@ import pytest
 
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.endpoint.agents import AgentResult
-from llmrl.envs.llm.tasks.text_env import TextEnv
+from llmrl.envs.llm.tasks.text_env import TextArenaEnv, TextEnv
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import tiny_tokenizer
@@ -148,6 +148,10 @@ def test_an_agent_of_ones_own_returns_the_rewards_of_its_seats(play, tmp_path, m
 def test_a_game_with_itself_is_no_environment_and_its_settings_are_an_agents():
     with pytest.raises(ConfigError, match="a game with itself is several conversations"):
         TextEnv.turns(factory="a:b", seats="all")
+    with pytest.raises(ConfigError, match="seats must be all, or a list of players: got 'al'"):
+        TextEnv.games(factory="a:b", seats="al")
+    with pytest.raises(ConfigError, match=r"the policy plays all: leave out env.options.arguments.opponent"):
+        TextArenaEnv.games(env_id="x", seats="all", arguments={"opponent": "a:b"})
     env = {"name": "text_env", "options": {**DUEL, "seats": "all"}}
     assert GRPOConfig(model="tiny", env=env).env.agent.train == "all"
     with pytest.raises(ValueError, match=r"env text_env does this itself: leave out env.max_turns"):

@@ -407,7 +407,7 @@ class EnvSettings(TaskSettings):
         if len(self.mix) < 2:
             raise ValueError(f"env.mix must have at least two sources: got {len(self.mix)}; a single one is env itself")
         if any(source.agent is not None for source in self.mix):
-            raise ValueError("env.mix: a source cannot be an agent: leave out agent")
+            raise ValueError("env.mix: a source cannot be an agent, verifiers or a game with seats: leave it out")
         labels = [source.label for source in self.mix]
         if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
             raise ValueError(f"env.mix: each source must have a name of its own: {twice[0]} is there twice; set source")

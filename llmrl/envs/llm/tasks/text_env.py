@@ -62,7 +62,10 @@ class TextEnv(EpisodeEnv):
                          environment but an agent, `SelfPlayAgent`
         """
         if seats is not None:
-            raise ConfigError(f"{cls.NAME}: seats: a game with itself is several conversations: it is for recipes.")
+            raise ConfigError(
+                f"{cls.NAME}: seats: a game with itself is several conversations, which recipes play, of textarena and "
+                "text_env."
+            )
         make, close = cls.games(
             factory=factory,
             env_id=env_id,
@@ -95,6 +98,12 @@ class TextEnv(EpisodeEnv):
             form = "factory must be as my_games:make" if cls.FACTORY is None else "env_id must name an environment"
             raise ConfigError(f"{cls.NAME}: env.options.{form}: got {given if other is None else other!r}.")
         check_at_least(cls.NAME, 1, processes=processes)
+        if seats is not None and (not seats or (isinstance(seats, str) and seats != "all")):
+            raise ConfigError(f"{cls.NAME}: env.options.seats must be all, or a list of players: got {seats!r:.80}.")
+        if seats is not None and (taken := sorted({"seat", "opponent"} & (arguments or {}).keys())):
+            raise ConfigError(
+                f"{cls.NAME}: with seats the policy plays all: leave out env.options.arguments.{taken[0]}."
+            )
         if python is None and cls.FACTORY is not None and is_there(cls.NAME):
             python = str(python_of(cls.NAME))
         hosts = [_Host(python) for _ in range(processes)]
