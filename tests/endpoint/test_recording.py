@@ -287,6 +287,23 @@ def test_keys_bodies_and_distributions_of_others_are_refused_or_overridden(endpo
         client.chat.completions.create(model="m", messages=[ask("late")])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts the segments of a connection")
+def test_an_answer_is_one_segment_of_tcp(endpoint_of):
+    endpoint = endpoint_of(FakeEngine(["a"], tokenizer=TOKENIZER))
+    key, body = endpoint.begin(), json.dumps({"messages": [ask("hi")]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(endpoint._socket.getsockname()) as client:
+        client.settimeout(60)
+        for number in (1, 2):
+            client.sendall((head + body).encode())
+            said = b""
+            while not said.endswith(b"}}"):
+                said += client.recv(1 << 16)
+            assert json.loads(said.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == "a"
+            received = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)[152:156]  # tcpi_data_segs_in
+            assert int.from_bytes(received, sys.byteorder) == number
+
+
 def test_a_port_in_use_is_named(endpoint_of):
     port = int(endpoint_of(FakeEngine(["a"], tokenizer=TOKENIZER)).url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: .*in use.*choose another port"):
