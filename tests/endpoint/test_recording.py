@@ -176,6 +176,29 @@ def path(leaf):
     return [*(path(leaf.parent) if leaf.parent else ()), leaf]
 
 
+def test_two_agents_with_one_key_and_one_question_are_two_rows(endpoint_of):
+    counter, both = iter(range(100)), threading.Barrier(2)
+    engine = FakeEngine(lambda prompt: f"answer {next(counter)}", tokenizer=TOKENIZER)
+    endpoint = endpoint_of(engine, train="all")
+    key, seen = endpoint.begin(), [[], []]
+
+    def agent(number):
+        client, messages = client_of(endpoint, key), [ask("task")]
+        for _ in range(4):
+            both.wait(60)
+            answer = client.chat.completions.create(model="m", messages=messages).choices[0].message
+            seen[number].append(answer.content)
+            messages += [answer.model_dump(exclude_none=True), ask("go on")]
+
+    threads = [threading.Thread(target=agent, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    rows = [TOKENIZER.decode(ids) for ids in trained(endpoint.finish(key, 1.0))]
+    assert sorted(rows) == sorted("".join(f"{text}<|im_end|>" for text in own) for own in seen)
+
+
 def test_a_template_that_rewrites_earlier_turns_begins_another_row_of_the_same_path(endpoint_of):
     renderer = Renderer(TOKENIZER, chat_template_name="qwen3")
     endpoint = endpoint_of(FakeEngine(["<think>\nhm\n</think>\n\nyes", "no"], tokenizer=TOKENIZER), tokenizer=renderer)
