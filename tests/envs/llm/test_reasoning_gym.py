@@ -47,14 +47,14 @@ def generated(*requests):
     """The rows of several requests, by one process."""
     pool = WorkerPool(Path(reasoning_gym_process.__file__), [], size=1, who="test", quiet=True)
     with closing(pool), pool.worker() as worker:
-        return [list(worker.ask(request, 60)) for request in requests]
+        return [list(worker.ask([*request, None], 60)) for request in requests]
 
 
 @pytest.mark.slow
 def test_every_task_gives_its_own_solution_1_and_any_other_answer_what_the_library_gives():
     names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
     assert len(names) >= 106
-    requests = [[n, json.dumps(MIX if n == "composite" else {}), 1, SLOW.get(n, 20), None] for n in names]
+    requests = [[n, json.dumps(MIX if n == "composite" else {}), 1, SLOW.get(n, 20)] for n in names]
     by_name = dict(zip(names, generated(*requests), strict=True))
     assert {n: len(rows) for n, rows in by_name.items()} == {n: SLOW.get(n, 20) for n in names}
     rows = [row for made in by_name.values() for row in made]
@@ -184,7 +184,7 @@ def test_what_the_library_does_not_take_is_named(task, config, words):
 )
 def test_an_answer_that_is_python_changes_nothing(task, tmp_path):
     rows = []
-    reasoning_gym_process._generate([task, "{}", 1, 1], rows.append)
+    reasoning_gym_process._generate([task, "{}", 1, 1, None], rows.append)
     touched = tmp_path / "touched"
     for code in ("__import__('os').system('touch {}')", "open('{}', 'w')", "__import__('os').mkdir('{}')"):
         assert reasoning_gym_process.score(code.format(touched), rows[0]["item"]) < 0.1
