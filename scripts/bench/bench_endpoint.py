@@ -33,7 +33,8 @@ from llmrl.testing import FakeEngine, tiny_tokenizer
 AT_ONCE = 64
 ENGINE_S = (1.0, 3.0)  # of an answer: 64 clients then ask 32 times a second
 ANSWER = 16  # ids
-TURNS, ROUNDS = 64, 5  # of a conversation, and how often it is repeated
+TURNS, ROUNDS = 64, 9  # of a long conversation, and how often it is repeated
+SHORT, SHORTS = 4, 16  # turns of a short one, and how many follow each other, on one connection too
 
 
 class SleepingEngine(FakeEngine):
@@ -84,10 +85,10 @@ class SilentServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def clients(url: str, keys: list[str], turns: int) -> list[list[dict[str, Any]]]:
+def clients(url: str, keys: list[str], turns: int, at_once: int) -> list[list[dict[str, Any]]]:
     """What endpoint_clients.py sees, in a process of its own."""
     command = [sys.executable, str(Path(__file__).with_name("endpoint_clients.py"))]
-    given = json.dumps([url, keys, turns, AT_ONCE])
+    given = json.dumps([url, keys, turns, at_once])
     done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     return json.loads(done.stdout)
 
@@ -118,10 +119,10 @@ class Sides:
         self.endpoint.close()
         self.silent.close()
 
-    def added(self, num: int, turns: int) -> list[list[float]]:
+    def added(self, num: int, turns: int, at_once: int = AT_ONCE) -> list[list[float]]:
         """The milliseconds that the endpoint and the clients add to each call of each of ``num`` rollouts."""
         keys, found = [self.endpoint.begin() for _ in range(num)], []
-        for key, calls in zip(keys, clients(self.endpoint.base_url, keys, turns), strict=True):
+        for key, calls in zip(keys, clients(self.endpoint.base_url, keys, turns, at_once), strict=True):
             rows = self.endpoint.finish(key, 0.0)
             ids, masks = (
                 rows.get(name, as_list=True) for name in (("tokens", "full"), ("masks", "all_assistant_mask"))
@@ -135,10 +136,16 @@ class Sides:
             found.append([1e3 * (call["s"] - self.engine.took[tuple(call["ids"])]) for call in calls])
         return found
 
-    def of_clients(self, num: int, turns: int) -> list[list[float]]:
+    def of_clients(self, num: int, turns: int, at_once: int = AT_ONCE) -> list[list[float]]:
         """The milliseconds that the clients alone add."""
-        calls = clients(self.silent.base_url, [""] * num, turns)
+        calls = clients(self.silent.base_url, [""] * num, turns, at_once)
         return [[1e3 * call["s"] for call in own] for own in calls]
+
+
+def by_turn(pairs: list[Any]) -> list[float]:
+    """What the endpoint adds to each turn: the medians of conversations with it, less those of the clients alone."""
+    both, alone = ([statistics.median(turn) for turn in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
+    return [whole - own for whole, own in zip(both, alone, strict=True)]
 
 
 def main(rollouts: int) -> list[Row]:
@@ -150,18 +157,21 @@ def main(rollouts: int) -> list[Row]:
             for ask in (busy.added, busy.of_clients)
         )
     with Sides() as idle:
-        first = idle.added(1, TURNS)[0]  # its renderer has not seen such a conversation
-        rounds = [(idle.added(1, TURNS)[0], idle.of_clients(1, TURNS)[0]) for _ in range(ROUNDS)]
+        sides = idle.added, idle.of_clients
+        first = idle.added(1, TURNS)  # its renderer has not seen such a conversation
+        long, short = [], []  # in turn, so that a busy moment affects both
+        for _ in range(ROUNDS):
+            long.append([ask(1, TURNS)[0] for ask in sides])
+            short.append([ask(SHORTS, SHORT, 1)[1:] for ask in sides])
         idle.added(rollouts, 1)
-    medians = [[statistics.median(part[side][turn] for part in rounds) for turn in range(TURNS)] for side in (0, 1)]
-    own = [both - alone for both, alone in zip(*medians, strict=True)]  # by turn
-    new = [both - alone for both, alone in zip(first, medians[1], strict=True)]
-    few = statistics.mean(own[:4])
+    own = by_turn(long)[1:]  # the first call opens the connection, as that of the first short conversation does
+    new = by_turn([(first[0], alone) for _, alone in long])[1:]
+    few = statistics.mean(by_turn([pair for both in short for pair in zip(*both, strict=True)]))
     counts = {name: busy.counts[name] + idle.counts[name] for name in ("ids", "differ")}
     return [
         Row(f"added to a call, {AT_ONCE} at once, median", whole - client, 3.0, "ms"),
         Row("the same with the client's own time", whole, None, "ms"),
-        Row("added to a call, one client, turns 1 to 4", few, None, "ms"),
+        Row("added to a call, one client, conversations of 4", few, None, "ms"),
         Row("added to a call, one client, turns 61 to 64", statistics.mean(own[-4:]), None, "ms"),
         Row("a turn of a conversation of 64 against one of 4", statistics.mean(own) / few, 1.1),
         Row("the same of the first such conversation", statistics.mean(new) / few),
