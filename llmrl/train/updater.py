@@ -33,7 +33,7 @@ from llmrl.modules.llm.shared_prefixes import can_share_prefixes
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.functional import StepCounts, entropy_threshold
 from llmrl.objectives.metric import Metric
-from llmrl.train.data.lengths import RowLengths, microbatches
+from llmrl.train.data.lengths import RowLengths, microbatches, tokens_at_once
 from llmrl.train.data.sft import AT_ONCE
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
@@ -63,16 +63,18 @@ _FLOOR = 0.05  # final learning rate of a schedule, as a share of the peak
 class Updater:
     """The optimizer of ``scorer``, which it wraps for distributed training: use ``updater.scorer`` afterwards.
 
-    ``config.tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time but never
-    the result, because every loss term is divided by counts of the whole step. Nor does ``config.packing``.
+    ``config.tokens_per_microbatch`` bounds the padded tokens of one forward pass, `tokens_at_once`. It changes memory
+    and time but never the result: every loss term is divided by counts of the whole step. Nor does ``config.packing``.
 
     Raises  ConfigError for packing="on" if the model does not support it
     """
 
     def __init__(self, session: Session, scorer: TokenScorer, config: ModelSource, *, steps: int):
         self.session, self.steps = session, steps
-        self.settings, self._budget = config.optim, config.tokens_per_microbatch
+        self.settings = config.optim
         self._model = scorer.model
+        size = sum(parameter.numel() for parameter in scorer.model.parameters())
+        self._budget = tokens_at_once(config.tokens_per_microbatch, size, on_gpu=session.device.type != "cpu")
         self._attention = attention_share(scorer.model)
         self._packing = config.packing
         scorer.use_packing(config.packing)

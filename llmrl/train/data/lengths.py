@@ -11,6 +11,17 @@ from llmrl.modules.llm.packing import WORTH_PACKING, Layout, Packing, lay_out
 from llmrl.modules.llm.shared_prefixes import GROUP_WIDTH
 
 _DRAWS = 4  # updates whose largest micro-batch is taken
+_LEAST = 256  # tokens of a pass
+_ENOUGH = 2.4e11  # operations of a pass on a CPU: a larger one takes more memory and is no faster
+
+
+def tokens_at_once(most: int, parameters: int, *, on_gpu: bool) -> int:
+    """The padded tokens of a forward pass of a model: ``most``, on a CPU only as many as keep its cores at work.
+
+    >>> tokens_at_once(16384, 134_515_008, on_gpu=False), tokens_at_once(16384, 1_000_000, on_gpu=False)
+    (297, 16384)
+    """
+    return most if on_gpu else min(most, max(_LEAST, int(_ENOUGH / (6 * parameters))))
 
 
 def microbatches(
@@ -18,30 +29,34 @@ def microbatches(
 ) -> list[list[int]]:
     """Groups rows of similar length, at most ``budget`` padded tokens per part; a longer row gets its own part.
 
-    prompts  of the rows, for a model that computes common beginnings once: rows of one prompt then stay together, if
-             at least a fifth of the tokens are those of a prompt that came before
+    prompts  of the rows, for a model that computes common beginnings once: rows of one prompt then stay together and
+             count it once, if at least a fifth of the tokens are those of a prompt that came before
 
     >>> microbatches([3, 9, 4, 8], 18)
     [[0, 2], [3, 1]]
-    >>> microbatches([3, 9, 4, 8], 18, prompts=[(7, 7, 7), (8, 8, 8), (8, 8, 8), (7, 7, 7)])
+    >>> microbatches([3, 9, 4, 8], 15, prompts=[(7, 7, 7), (8, 8, 8), (8, 8, 8), (7, 7, 7)])
     [[0, 3], [2, 1]]
     """
     order = {row: (length, row) for row, length in enumerate(lengths)}
     repeated = 0 if prompts is None else sum(map(len, prompts)) - sum(map(len, set(prompts)))
-    if prompts is not None and repeated >= (1 - WORTH_PACKING) * sum(lengths):
+    shares = prompts is not None and repeated >= (1 - WORTH_PACKING) * sum(lengths)
+    if shares:
         longest = {prompt: 0 for prompt in prompts}
         for prompt, length in zip(prompts, lengths, strict=True):
             longest[prompt] = max(longest[prompt], length)
         order = {row: (longest[prompts[row]], prompts[row], *own) for row, own in order.items()}
     parts: list[list[int]] = []
-    widest = 0  # of the last part
+    padded = widest = answers = 0  # of the last part: rows that are padded, and tokens of those that only add an answer
     for row in sorted(order, key=order.__getitem__):
-        widest = max(widest, lengths[row])
-        if parts and (len(parts[-1]) + 1) * widest <= budget:
+        common = shares and parts and prompts[parts[-1][-1]] == prompts[row]
+        more = lengths[row] - len(prompts[row]) if common else 0
+        wider = max(widest, lengths[row])
+        if parts and (padded + (not common)) * wider + answers + more <= budget:
             parts[-1].append(row)
+            padded, widest, answers = padded + (not common), wider, answers + more
         else:
             parts.append([row])
-            widest = lengths[row]
+            padded, widest, answers = 1, lengths[row], 0
     return parts
 
 

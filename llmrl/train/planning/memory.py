@@ -18,7 +18,7 @@ from llmrl.modules.llm.log_probs import chunk_rows
 from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
-from llmrl.train.data.lengths import RowLengths
+from llmrl.train.data.lengths import RowLengths, tokens_at_once
 from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.models.lora import num_trained, saved_modules
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
@@ -88,7 +88,7 @@ def plan_memory(
     ``lengths``        None: the longest that the settings allow
     ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit without it
     """
-    lengths = lengths or row_bound(config)
+    lengths, on_gpu = lengths or row_bound(config), capacity is not None
     given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity, "lengths": lengths}
     if checkpointing is None:
         checkpointing = config.memory.checkpointing == "on" or config.memory.offload == "activations"
@@ -142,8 +142,8 @@ def plan_memory(
     training = stays | {
         "gradients": gradients,
         "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
-        "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing, lengths),
-        "logits": _logits(config, shape, arithmetic, on_gpu=capacity is not None),
+        "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing, lengths, on_gpu=on_gpu),
+        "logits": _logits(config, shape, arithmetic, on_gpu=on_gpu),
     }
     kept = reserve(capacity) if capacity else _held() + _CPU_SHARE * training["activations"]
     free = None if capacity is None else capacity - kept - sum(stays.values()) - training["weights in use"]
@@ -221,9 +221,11 @@ def _activations(
     num_gpus: int,
     checkpointing: bool,
     lengths: RowLengths,
+    *,
+    on_gpu: bool,
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, plus gradients in flight through one layer."""
-    tokens, mask = _tokens(config, shape, num_gpus, lengths)
+    tokens, mask = _tokens(config, shape, num_gpus, lengths, on_gpu=on_gpu)
     length = mask or (lengths.longest if shape.keeps_scores else 0)
     layer = shape.largest_block_keeps(tokens, arithmetic, length=length)
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
@@ -232,13 +234,16 @@ def _activations(
     return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing)
 
 
-def _tokens(config: ModelSource, shape: ModelShape, num_gpus: int, lengths: RowLengths) -> tuple[float, int]:
+def _tokens(
+    config: ModelSource, shape: ModelShape, num_gpus: int, lengths: RowLengths, *, on_gpu: bool
+) -> tuple[float, int]:
     """Tokens of a rank's largest micro-batch, and the length of its attention mask, 0 without one."""
     split = config.parallel.context if num_gpus > 1 else 1
     rows = rows_per_gpu(config, num_gpus // split)
     rows = -(-rows // config.updates_per_step) if isinstance(config, GRPOConfig) else rows
     shares = shape.shares and split == 1
-    most, mask = lengths.most_at_once(rows, config.tokens_per_microbatch, config.packing, shares)
+    budget = tokens_at_once(config.tokens_per_microbatch, shape.parameters, on_gpu=on_gpu)
+    most, mask = lengths.most_at_once(rows, budget, config.packing, shares)
     return most / split, mask
 
 
@@ -247,7 +252,7 @@ def _offloaded(
 ) -> float:
     """Bytes of the inputs of all decoder layers, which wait in host memory."""
     width = 2 if arithmetic == "bfloat16" else 4
-    return _tokens(config, shape, num_gpus, lengths)[0] * shape.num_blocks * width * shape.hidden
+    return _tokens(config, shape, num_gpus, lengths, on_gpu=True)[0] * shape.num_blocks * width * shape.hidden
 
 
 def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:

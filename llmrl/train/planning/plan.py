@@ -16,7 +16,7 @@ from llmrl.objectives.llm.presets import PRESETS
 from llmrl.run.console.numbers import counted
 from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
 from llmrl.train.critic import check_critic
-from llmrl.train.data.lengths import RowLengths
+from llmrl.train.data.lengths import RowLengths, tokens_at_once
 from llmrl.train.distributed import Session
 from llmrl.train.gpus import GPU
 from llmrl.train.held_out import count_shared
@@ -123,7 +123,7 @@ def data_plan(
     return [
         *_model_rows(config, session, shape, gpu, data.lengths),
         *_images(config, data.renderer, shape, data.media),
-        ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
+        ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config, shape, gpu)}"),
         ("loss", config.loss_in_words),
         ("optim", _optim(config.optim, shape)),
         ("template", check_template(data.renderer, share=data.trained_share())),
@@ -291,7 +291,7 @@ def _grpo_plan(
     return [
         *_model_rows(config, session, shape, gpu, prepared.lengths),
         *_images(config, Renderer(task.processor), shape),
-        ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
+        ("batch", f"{rollouts} · {updates} · {_microbatches(config, shape, gpu)}"),
         ("sampling", _sampling(config)),
         *_engine(config, prepared.engine),
         *([("algorithm", _named(config.algorithm))] if config.algorithm else []),
@@ -452,8 +452,9 @@ def _images(config: ModelSource, renderer: Renderer, shape: ModelShape, media: S
     return [("images", f"{part} · batches with images are padded, never packed{size}")]
 
 
-def _microbatches(config: ModelSource) -> str:
-    return f"at most {config.tokens_per_microbatch} padded tokens at once"
+def _microbatches(config: ModelSource, shape: ModelShape, gpu: GPU | None) -> str:
+    budget = tokens_at_once(config.tokens_per_microbatch, shape.parameters, on_gpu=gpu is not None)
+    return f"at most {budget} padded tokens at once"
 
 
 def _optim(optim: OptimSettings, shape: ModelShape) -> str:

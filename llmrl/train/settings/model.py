@@ -58,7 +58,9 @@ class ModelSource(Settings):
     )
     seed: int = Field(0, ge=0, description="seed of all random numbers")
     tokens_per_microbatch: int = Field(
-        16384, ge=1, description="padded tokens per forward pass; changes memory, never the result"
+        16384,
+        ge=1,
+        description="padded tokens per forward pass; on a CPU fewer, for a large model; changes memory, not the result",
     )
     packing: Literal["auto", "on", "off"] = Field(
         "auto",
