@@ -178,7 +178,7 @@ def test_the_parts_of_the_plan_are_those_of_mixed_precision_training():
 
 def test_the_plan_counts_the_tokens_of_the_data_and_not_those_that_the_settings_allow():
     """Regression: 16 rows of 60 tokens were planned as the 16,384 tokens that are allowed at once."""
-    shape, options = shape_of("0.5B"), {"num_gpus": 1, "low_precision": False}
+    shape, options = shape_of("0.5B"), {"num_gpus": 1, "low_precision": False, "capacity": 80e9}
 
     def activations(config, lengths=None):
         return plan_memory(config, shape, **options, lengths=lengths).training["activations"]
@@ -201,8 +201,8 @@ def test_a_run_that_a_cpu_cannot_hold_says_so_and_what_to_set(monkeypatch):
             return [text for _, text in memory_rows(config, shape_of("0.5B"), session)]
 
     assert len(rows(2**26)) == 2
-    assert rows(2**23)[2] == "DOES NOT FIT in 32.0 GiB; set tokens_per_microbatch=4096"
-    assert "memory.checkpointing=on" in rows(3 * 2**20, tokens_per_microbatch=2048)[2]
+    assert len(rows(2**23)) == 2, "a pass on a CPU has few tokens"
+    assert rows(3 * 2**20)[2] == "DOES NOT FIT in 12.0 GiB; set memory.checkpointing=on"
     assert "a smaller model" in rows(2**17)[2]
 
 
