@@ -66,6 +66,13 @@ def test_each_rank_has_its_engine_on_its_own_gpu_and_on_several_side_by_side():
     assert planned(gpus=Gpus(1, CARD)).devices is None, "in this process, on the GPU that it has"
 
 
+def test_drafts_are_refused_where_their_log_probs_are_not_those_of_the_model():
+    drafting = config({"options": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}})
+    with pytest.raises(ConfigError, match="speculative_config cannot be used on a CPU"):
+        planned(drafting)
+    assert "speculative_config" in planned(drafting, Gpus(1, CARD)).options
+
+
 def test_ranks_that_hold_one_engine_have_a_part_of_it_on_their_own_gpus():
     shared = config({"tensor_parallel": 2, "over_ranks": True})
     plan, alone = planned(shared, Gpus(4, CARD, 4, 1), world_size=4), planned(gpus=Gpus(4, CARD, 4, 1), world_size=4)
