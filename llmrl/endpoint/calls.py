@@ -251,6 +251,8 @@ class CallGraph:
             turn, row = call.turn, rows.get(id(call.turn), -1)
             why = "the client went on with another answer" if call in repeated else other[train]
             asked = str(turn.messages[-1].get("content") or "") if turn.messages else ""
+            if row >= 0 and turn.is_chosen:
+                why, row = "tool_choice demanded its calls", -1
             facts = {"parent": places.get(call.parent, -1), "row": row, "why": why if row < 0 else ""}
             facts |= {"question": _cut(asked), "answer": _cut(str(turn.message.get("content") or ""))}
             facts |= {"prompt_tokens": len(turn.prompt_ids), "tokens": len(turn.ids)}
@@ -274,9 +276,10 @@ def make_rows(
 ) -> TensorDict:
     """The rows [N] of a rollout, as `LLMCollector` makes them: the last one of each seat is done and has its reward.
 
-    A sampled id is trained in the first row that holds it, and in no other. ``leaves``: the last turn of each path;
-    ``seats``: whose it is, those of one seat side by side; ``named``: their names are written; ``plain``: the log-probs
-    before top-p, top-k and min-p are written too.
+    A sampled id is trained in the first row that holds it, and in no other; one of a forced call in none.
+
+    ``leaves``: the last turn of each path; ``seats``: whose it is, those of one seat side by side;
+    ``named``: their names are written; ``plain``: the log-probs before top-p, top-k and min-p are written too.
 
     Writes  ("tokens" | "masks" | "log_probs", "full" ...), ("text", "prompt" | "response"), "group_id", "stop_reason",
             "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]; the columns of ``row``;
@@ -327,7 +330,7 @@ def _row_columns(leaf: SampledTurn, owned: set[int]) -> dict[str, Tensor]:
     versions = torch.zeros(len(ids), dtype=torch.int64)
     for turn in path:
         place = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.ids))
-        mask[place] = id(turn) not in owned
+        mask[place] = id(turn) not in owned and not turn.is_chosen
         log_probs[place] = turn.log_probs.float()
         plain[place] = (turn.log_probs if turn.plain_log_probs is None else turn.plain_log_probs).float()
         versions[place] = turn.version if turn.versions is None else turn.versions

@@ -133,8 +133,8 @@ class ChatRequest(BaseModel):
         refused = {
             "response_format": (kind != "text", f"{kind} needs constrained sampling, which this server does not do"),
             "tool_choice": (
-                self.tool_choice not in (None, "auto", "none"),
-                "only auto and none: a forced call is not sampled from the model",
+                self.tool_choice not in (None, "auto", "none", "required") and self.chosen_tool not in self._names(),
+                f"must be auto, none, required, or one of the request's tools: got {self.tool_choice!r}",
             ),
             "parallel_tool_calls": (
                 self.parallel_tool_calls is False and bool(self.tools),
@@ -151,6 +151,27 @@ class ChatRequest(BaseModel):
         for name, (wrong, reason) in refused.items():
             if wrong:
                 raise BadRequestError(f"{name}: {reason}.", field=name)
+        if self.is_forced and not self.tools:
+            raise BadRequestError("tool_choice: a call is required, but the request has no tools.", field="tool_choice")
+
+    def _names(self) -> list[Any]:
+        return [tool.get("function", tool).get("name") for tool in self.tools or ()]
+
+    @property
+    def is_forced(self) -> bool:
+        """If only an answer with a call will do."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def chosen_tool(self) -> Any:
+        """The name of the tool that must be called; None: any."""
+        choice = self.tool_choice
+        return choice.get("function", choice).get("name") if isinstance(choice, dict) else None
+
+    def accepts(self, message: Mapping[str, Any]) -> bool:
+        """If the answer has the calls that the request demands."""
+        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        return not self.is_forced or (bool(names) if self.chosen_tool is None else set(names) == {self.chosen_tool})
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages as a template reads them. Raises BadRequestError for parts that are not text."""

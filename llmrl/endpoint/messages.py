@@ -50,7 +50,7 @@ class MessagesRequest(BaseModel):
             messages=list(self._messages()),
             stop=self.stop_sequences or None,
             tools=[_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=_CHOICES.get(choice.get("type"), "required"),
+            tool_choice=choice if choice.get("type") == "tool" else _CHOICES.get(choice.get("type"), choice),
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
         )
         request.check()

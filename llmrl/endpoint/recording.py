@@ -120,7 +120,7 @@ class RecordingEndpoint(Endpoint):
             kept = [(call, seat) for name, seat in seats.items() for call, _ in kept if call.asked.session == name]
         leaves = [call.turn for call, _ in kept]
         rollout.record = rollout.describe([call for call, _ in kept], self.train)
-        trained = {id(turn) for leaf in leaves for turn in leaf.path()}
+        trained = {id(turn) for leaf in leaves for turn in leaf.path() if not turn.is_chosen}
         rollout.counters.update({"trained": len(trained), "rows": len(leaves)})
         self.count({**rollout.counters})  # a copy: an answer in progress may be added to it
         return self.rows_of(rollout, leaves, [seat for _, seat in kept]) if leaves else None

@@ -50,6 +50,8 @@ _KEEP_ALIVE_S = 3.0  # between comments of a stream that waits for its answer
 _LEFT = 499  # the status of a request whose client has left
 _EXTRA = {"extra": "serve", "used_by": "Endpoint"}
 _START_S = 30.0
+_ATTEMPTS = 8  # answers of which one must have the calls that tool_choice demands
+_SEED_STEP = 1 << 20  # between the seeds of such answers
 _ANSWERS_KEPT = 64  # for clients that ask the same again
 _NO_KEY = ("", "EMPTY")  # what clients send that have none
 _RETRY_HEADER = "x-stainless-retry-count"  # of the OpenAI and Anthropic clients
@@ -273,12 +275,28 @@ class Endpoint:
         count = asked.n or 1
         options: dict[str, Any] = {"tools": asked.offered, "params": params}
         options |= {"count": count, "seeds": None if asked.seed is None else [asked.seed + n for n in range(count)]}
-        options |= {"hear": work.listener.begin} if self._engine.streams else {}
-        turns, record = self.sample(key, session, asked.chat(), **options)
-        if not work.waiting or not work.listener.is_wanted:
-            self.count({"abandoned": 1})
-            raise RolloutError("the client left before its answer was there.")
-        said = [self.message(turn) for turn in turns]
+        # Of forced calls nothing is streamed before the answer is known to have them.
+        options |= {"hear": work.listener.begin} if self._engine.streams and not asked.is_forced else {}
+        for _ in range(_ATTEMPTS):
+            turns, record = self.sample(key, session, asked.chat(), **options)
+            if not work.waiting or not work.listener.is_wanted:
+                self.count({"abandoned": 1})
+                raise RolloutError("the client left before its answer was there.")
+            said = [self.message(turn) for turn in turns]
+            if all(map(asked.accepts, said)):
+                break
+            if asked.seed is not None:
+                options["seeds"] = [seed + _SEED_STEP for seed in options["seeds"]]
+        else:
+            raise BadRequestError(
+                f"tool_choice: none of {_ATTEMPTS} answers had the calls that it demands; use auto, or a prompt that "
+                "asks for them.",
+                field="tool_choice",
+            )
+        if asked.is_forced:
+            self.count({"not_trained/tool_choice": len(turns)})
+            for turn in turns:
+                turn.is_chosen = True
         for turn, message in zip(turns, said, strict=True):
             if turn.stop_reason is StopReason.STOP_STRING:
                 without_stop(message, asked.stops)

@@ -137,10 +137,11 @@ def test_thoughts_are_apart_and_an_answer_at_its_limit_says_so(kind, stream):
     [
         (Responses, {"previous_response_id": "resp_1"}, ["previous_response_id", "send the whole conversation"]),
         (Responses, {"tools": [{"type": "web_search"}]}, ["tools", "web_search"]),
-        (Responses, {"tool_choice": "required"}, ["tool_choice", "auto and none"]),
+        (Responses, {"tool_choice": "required"}, ["tool_choice", "no tools"]),
         (Responses, {"text": {"format": {"type": "json_object"}}}, ["response_format", "constrained"]),
         (Responses, {"extra_body": {"instruction": "x"}}, ["Did you mean 'instructions'?"]),
-        (Messages, {"tool_choice": {"type": "any"}}, ["tool_choice", "auto and none"]),
+        (Messages, {"tool_choice": {"type": "any"}}, ["tool_choice", "no tools"]),
+        (Messages, {"tool_choice": {"type": "some"}}, ["tool_choice", "some"]),
         (Messages, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, ["tools", "bash_20250124"]),
         (Messages, {"extra_body": {"top_k": 5}}, ["top_k is not a field"]),
         (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["only text", "image"]),

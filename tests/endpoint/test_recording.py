@@ -124,6 +124,43 @@ def test_calls_of_tools_come_apart_from_the_text_and_the_next_prompt_has_the_sam
     assert [TOKENIZER.decode(ids) for ids in trained(rows)] == [f"{sampled}<|im_end|>It is 4.<|im_end|>"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_the_first_answer_that_has_it_and_is_not_trained(endpoint_of, choice, stream):
+    other = CALL.replace("add", "sub")
+    first = ["4.", other] if isinstance(choice, dict) else ["4."]
+    endpoint = endpoint_of(FakeEngine([*first, CALL, "It is 4."], tokenizer=TOKENIZER))
+    client = client_of(endpoint, key := endpoint.begin())
+    tools = [*TOOLS, {"type": "function", "function": {**ADD, "name": "sub"}}]
+    messages, said = [ask("2+2?")], []
+    for forced in (choice, "auto"):
+        given = {"messages": messages, "tools": tools, "tool_choice": forced, "stream": stream}
+        answer = client.chat.completions.create(model="m", **given)
+        if stream:
+            pieces = [choice.delta for chunk in answer for choice in chunk.choices]
+            calls = [call.model_dump() for piece in pieces for call in piece.tool_calls or ()]
+            message = {"role": "assistant", "content": "".join(piece.content or "" for piece in pieces)}
+            message |= {"tool_calls": calls} if calls else {}
+        else:
+            message = answer.choices[0].message.model_dump(exclude_none=True)
+        said.append(message)
+        messages = [*messages, message, {"role": "tool", "content": "4", "tool_call_id": "x"}]
+    assert [[call["function"]["name"] for call in m.get("tool_calls", ())] for m in said] == [["add"], []]
+    rollout = endpoint.rollout(key)
+    rows = endpoint.finish(key, 1.0)
+    assert [TOKENIZER.decode(ids) for ids in trained(rows)] == ["It is 4.<|im_end|>"]
+    assert [call["why"] for call in rollout.record] == ["tool_choice demanded its calls", ""]
+    assert endpoint.counters["not_trained/tool_choice"] == endpoint.counters["trained"] == 1
+
+
+def test_a_forced_call_that_the_model_does_not_make_is_refused(endpoint_of):
+    endpoint = endpoint_of(engine := FakeEngine(["4."], tokenizer=TOKENIZER))
+    client = client_of(endpoint, endpoint.begin())
+    with pytest.raises(openai.BadRequestError, match="none of 8 answers had the calls"):
+        client.chat.completions.create(model="m", messages=[ask("2+2?")], tools=TOOLS, tool_choice="required")
+    assert len(engine.prompts) == 8
+
+
 def test_each_sampled_token_is_trained_once_whatever_an_agent_asks(endpoint_of):
     counter = iter(range(100))
     endpoint = endpoint_of(FakeEngine(lambda prompt: f"answer {next(counter)}", tokenizer=TOKENIZER), train="all")
@@ -266,7 +303,8 @@ def test_twenty_more_turns_add_few_steps_of_python_to_a_turn(tools, most):
     [
         ({"respose_format": {}}, ["respose_format", "Did you mean 'response_format'?"]),
         ({"response_format": {"type": "json_object"}}, ["json_object", "constrained"]),
-        ({"tool_choice": "required"}, ["tool_choice", "auto and none"]),
+        ({"tool_choice": "required"}, ["tool_choice", "no tools"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, ["tool_choice", "sub"]),
         ({"top_logprobs": 3}, ["top_logprobs"]),
         ({"temperature": -1}, ["temperature", "-1"]),
         ({"messages": []}, ["messages"]),

@@ -183,7 +183,7 @@ def test_reading_a_sharded_model_reserves_its_shards_alone(monkeypatch, family):
 
 def test_offloading_is_named_where_it_makes_a_run_fit():
     gpu = parse_gpu("80:8")
-    settings = config(model="x", rollout={"engine": "vllm"}, env={"name": "gsm8k"})
+    settings = config(model="x", rollout={"engine": "vllm", "tensor_parallel": 4}, env={"name": "gsm8k"})
     changes = remedies(settings, shape_of("32B"), gpu)
     assert changes["memory.offload"] == "parameters"
     assert "optim.name" not in changes

@@ -34,6 +34,8 @@ class SampledTurn:
     prompt_ids  int64[P]
     ids         int64[R]; log_probs, plain_log_probs and versions: see `Generation`
     version     of the weights that sampled its oldest id
+    is_chosen   it is the first of several answers that met a condition: its log-probs are not those of how it was
+                drawn, so it is not trained
     """
 
     messages: list[Message]
@@ -47,6 +49,7 @@ class SampledTurn:
     versions: Tensor | None
     version: int
     stop_reason: StopReason
+    is_chosen: bool = False
 
     @cached_property
     def shape(self) -> tuple[Any, ...]:
