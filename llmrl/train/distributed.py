@@ -187,13 +187,10 @@ class Session:
         Every forward pass of such a model is a collective. Before each pass the ranks exchange whether any rank still
         needs one; ranks that have finished run dummy passes until none does.
         """
-        model, engine = getattr(policy, "model", None), getattr(policy, "engine", None)
-        if hasattr(engine, "joined"):  # of several ranks: its calls are collectives, too
-            with engine.joined():
-                yield
-            return
+        model = getattr(policy, "model", None)
         if not hasattr(model, "call_whole"):
-            yield
+            with policy.engine.joined():
+                yield
             return
 
         def is_needed(here: bool) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
@@ -193,6 +194,10 @@ class Engine(Protocol):
         a sharded trainer casts weights before it gathers them.
         """
         return None, ()
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Context in which each of the ranks that hold the engine together may call it as often as it needs to."""
+        return nullcontext()
 
     def take_gauges(self) -> dict[str, float]:
         """Numbers of the engine since the last call, named as in `llmrl.modules.llm.engines.vllm.gauges`."""
