@@ -178,6 +178,7 @@ class Workplace:
         ranks: int = 2,
         words: Sequence[str] = (),
         sizes: Mapping[str, Any] = {},
+        tolerance: float = 1e-5,
         **changes: Any,
     ) -> Result:
         """A run "one" of "mine.yaml" and "two" of ``ranks`` with ``overrides``: the same numbers. The model, of these
@@ -199,7 +200,7 @@ class Workplace:
         ]
         result = self.ranks(*lines, ranks=ranks, module="tests.support.commands", words=words)
         for suffix in kinds:
-            self.same(f"one{suffix}", f"two{suffix}", tolerance=1e-5, step=step)
+            self.same(f"one{suffix}", f"two{suffix}", tolerance=tolerance, step=step)
         return result
 
     def recipe(self, name: str, base: str | Mapping[str, Any], **changes: Any) -> str:

@@ -133,10 +133,10 @@ def test_two_processes_that_share_the_model_have_the_adapters_of_one(place):
     changes = {"lora": {"r": 2}, "tokens_per_microbatch": 200}
     place.train_as_one_and_as_ranks("reward", *savings, step=3, **changes)
     one, two = (load_file(place.checkpoint(run, 3) / "adapter" / FILE) for run in ("one", "two"))
-    # Rounding of sums, which AdamW enlarges where gradients are small: 1.5e-6 on two ranks, 1.3e-6 in one process with
-    # other micro-batches; in float64 1.3e-15 and 2.0e-15.
-    assert worst(one, two) < 5e-6
-    assert worst(place.weights("one", 3), place.weights("two", 3)) < 5e-6
+    # Rounding of sums, which AdamW enlarges where gradients are small: on two ranks 1.5e-6 or, on another processor,
+    # 5.6e-6, 1.3e-6 in one process with other micro-batches; in float64 1.3e-15 and 2.0e-15.
+    assert worst(one, two) < 2e-5
+    assert worst(place.weights("one", 3), place.weights("two", 3)) < 2e-5
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
