@@ -6,6 +6,7 @@ Requests run concurrently: wrap an engine that answers one call at a time in `Ba
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import socket
 import threading
@@ -135,6 +136,9 @@ class Endpoint:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="llmrl-endpoint")
         self._thread = threading.Thread(target=self._run, name="llmrl-endpoint", daemon=True)
+        # Requests make many small objects, so the garbage collector runs in most of them: it need not look through what
+        # is here already, models and modules.
+        gc.freeze()
         self._thread.start()
         end = time.monotonic() + _START_S
         while not self._server.started:
@@ -154,6 +158,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Ends the server; requests in progress are answered with an error after 5 s. A second call does nothing."""
+        gc.unfreeze()
         self._server.should_exit = True
         self._thread.join(_START_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
