@@ -11,17 +11,17 @@ from llmrl.modules.llm.packing import WORTH_PACKING, Layout, Packing, lay_out
 from llmrl.modules.llm.shared_prefixes import GROUP_WIDTH
 
 _DRAWS = 4  # updates whose largest micro-batch is taken
-_LEAST = 256  # tokens of a pass
-_ENOUGH = 8e11  # operations of a pass on a CPU: a larger one takes more memory and is no faster
+_LEAST_TOKENS = 256  # of a pass on a CPU
+_PASS_FLOPS = 8e11  # of a pass on a CPU: larger passes need more memory, and were at most a tenth faster
 
 
 def tokens_at_once(most: int, parameters: int, *, on_gpu: bool) -> int:
-    """The padded tokens of a forward pass of a model: ``most``, on a CPU only as many as keep its cores at work.
+    """The padded tokens of a forward pass of a model: ``most``; on a CPU fewer for a large model, by `_PASS_FLOPS`.
 
     >>> tokens_at_once(16384, 134_515_008, on_gpu=False), tokens_at_once(16384, 1_000_000, on_gpu=False)
     (991, 16384)
     """
-    return most if on_gpu else min(most, max(_LEAST, int(_ENOUGH / (6 * parameters))))
+    return most if on_gpu else min(most, max(_LEAST_TOKENS, int(_PASS_FLOPS / (6 * parameters))))
 
 
 def microbatches(
