@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json, to_json
 from torch import Tensor
 
 from llmrl.data.llm.templates import plain_columns
@@ -62,7 +62,7 @@ def read_request(kind: type[Body], body: bytes, without_effect: Collection[str])
     Raises  BadRequestError that names the field
     """
     try:
-        fields = from_json(body)
+        fields = orjson.loads(body)
     except ValueError as error:
         raise BadRequestError(f"the body must be JSON: {error}.") from None
     if not isinstance(fields, dict):
@@ -280,6 +280,11 @@ def without_stop(message: dict[str, Any], stops: Sequence[str]) -> None:
         message["content"] = content[: min(places)]
 
 
+def to_json(body: Mapping[str, Any]) -> bytes:
+    """JSON, in which ids may be an array of numpy: that is ten times as fast as a list."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
@@ -377,7 +382,7 @@ def _head(request: ChatRequest, head: Head, kind: str) -> dict[str, Any]:
 
 
 def _prompt(request: ChatRequest, ids: Tensor) -> dict[str, Any]:
-    return {"prompt_token_ids": ids.numpy().tolist()} if request.return_token_ids else {}  # twice as fast
+    return {"prompt_token_ids": ids.numpy()} if request.return_token_ids else {}
 
 
 def _log_probs(

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import to_json
 from torch import Tensor
 
-from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, read_request, text_of
+from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, read_request, text_of, to_json
 from llmrl.endpoint.streams import Piece
 from llmrl.modules.llm.engines.base import StopReason
 

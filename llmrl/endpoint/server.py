@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic_core import to_json
-
-from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, answer_message, without_stop
+from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, Head, answer_message, to_json, without_stop
 from llmrl.endpoint.connections import with_joined_writes
 from llmrl.endpoint.generate import GenerateRequest
 from llmrl.endpoint.messages import CountTokensRequest, MessagesRequest

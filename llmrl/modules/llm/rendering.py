@@ -167,12 +167,17 @@ class Renderer:
         """The media of a row int64[T] with these images; ``sampled`` bool[S], S <= T, marks the policy's ids."""
         return {**self.vision.media(images), POSITIONS: self.vision.positions(ids, sampled)}
 
-    def _take_images(self, chats: Sequence[Chat]) -> tuple[Sequence[Chat], list[list[list[Any]]]]:
+    def _take_images(
+        self, chats: Sequence[Chat], shapes: Sequence[tuple[Any, ...]] | None = None
+    ) -> tuple[Sequence[Chat], list[list[list[Any]]]]:
         """The conversations as the template needs them, and the images of each message of each conversation.
+
+        Reads   shapes  of the messages before the new ones, see :meth:`extend`
 
         Raises  TemplateError for images without a processor
         """
-        if all(map(_has_only_texts, chats)):  # the usual case
+        new = chats if shapes is None else map(_without_texts, chats, shapes)
+        if all(map(_has_only_texts, new)):  # the usual case
             return chats, [[[]] * len(chat) for chat in chats]
         pairs = [take_images(chat) for chat in chats]
         images = [own for _, own in pairs]
@@ -235,7 +240,7 @@ class Renderer:
         An unfinished last assistant message (see :meth:`prompt_ids`) is left open; if the stream already holds it,
         nothing is added.
         """
-        chats, images = self._take_images(chats)
+        chats, images = self._take_images(chats, shapes)
         heads, opened = _without_open(chats) if add_generation_prompt else (chats, [None] * len(chats))
         extensions: list[_Extension | RewriteError | None] = []
         options, known = {"add_generation_prompt": add_generation_prompt, "tools": tools}, shapes or [None] * len(chats)
@@ -469,6 +474,11 @@ def _has_only_texts(chat: Chat) -> bool:
     if {*map(type, chat)} == {dict}:  # no step of Python per message
         return {*map(type, map(_CONTENT, chat))} == {str}
     return all(type(message.get("content")) is str for message in chat if isinstance(message, Mapping))
+
+
+def _without_texts(chat: Chat, shape: tuple[Any, ...]) -> Chat:
+    """The messages that ``shape`` does not say to be texts: it covers the first ones, and has the role of a text."""
+    return chat[len(shape) :] if {*map(type, shape)} == {str} else chat
 
 
 def _shortened(chat: Chat, covered: int) -> Chat:
