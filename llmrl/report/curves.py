@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from llmrl.report.intervals import Score, evaluations
@@ -124,6 +125,7 @@ _NOT_DRAWN = re.compile(
 _ALWAYS_DRAWN = ("Reward", "Loss", "Held-out loss", "Time per step")
 # One chart for each measure, with a line for each source of a mix or pool of a curriculum.
 _BY_NAME = re.compile(r"(source|curriculum)/([\w./-]+)/(\w+)")
+_LEVEL = re.compile(r"curriculum/(.+/)?level")
 _REWARD_FUNCTION = re.compile(r"reward/([\w.-]+)/mean")
 
 
@@ -131,7 +133,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     """The charts of everything that the run measured, as the page reads them.
 
     Returns  for each chart its texts, "lines" {"label", "metric", "x", "y"}, and optionally "band" {"label", "x",
-             "low", "high"}, "whiskers" (the same, for an evaluation), "stacked"
+             "low", "high"}, "whiskers" (the same, for an evaluation), "stacked", "events" {"x", "label"}
     """
     rows, names = run.trained, {name for row in run.trained for name in row}
     meanings = {**METRICS, **(run.info.get("metrics") or {})}
@@ -155,8 +157,8 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     together: dict[str, list[str]] = {}
     for name in sorted(name for name in names - placed if not _NOT_DRAWN.fullmatch(name)):
         own = _BY_NAME.fullmatch(name)
-        by = {"source": "source", "curriculum": "pool"}
-        title = f"{_title(f'{own[1]}/{own[3]}')} by {by[own[1]]}" if own else titles.get(name, name)
+        by = "pool" if own and own[1] == "curriculum" and own[3] != "level" else "source"
+        title = f"{_title(f'{own[1]}/{own[3]}')} by {by}" if own else titles.get(name, name)
         together.setdefault(title, []).append(name)
     for title, group in together.items():
         first, note = group[0], " ".join(f"{meanings[name]}." for name in group if len(group) > 1 and name in meanings)
@@ -165,6 +167,10 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
         chart = Chart(section, title, {}, _kind(first), note or meanings.get(first, ""))
         labels = {name: own[2] if (own := _BY_NAME.fullmatch(name)) else name.partition("/")[2] for name in group}
         made.append(_with_lines(chart, {label or name: _line(rows, name) for name, label in labels.items()}))
+    if events := _level_changes(rows, names):
+        for chart in made:
+            if chart["section"] == "Learning":
+                chart["events"] = events
     return _in_sections(made)
 
 
@@ -230,6 +236,20 @@ def _line(rows: Sequence[Row], name: str) -> dict[str, Any]:
     points = [(int(row["step"] or 0), row[name]) for row in rows if row.get(name) is not None]
     kept = thin([value for _, value in points])
     return {"metric": name, "x": [points[i][0] for i in kept], "y": [_short(points[i][1]) for i in kept]}
+
+
+def _level_changes(rows: Sequence[Row], names: set[str]) -> list[dict[str, Any]]:
+    """The steps after which a curriculum drew prompts of another level."""
+    events = []
+    for name in sorted(name for name in names if _LEVEL.fullmatch(name)):
+        levels = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        source = name.split("/")[1:-1]
+        events += [
+            {"x": int(step), "label": " ".join([*source, f"level {level:g}"])}
+            for (_, before), (step, level) in pairwise([(0, 0), *levels])
+            if level != before
+        ]
+    return events
 
 
 def _with_lines(chart: Chart, lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

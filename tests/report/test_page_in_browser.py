@@ -22,7 +22,8 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\u202egnp\ud800"
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    return write_report(make_run(tmp_path_factory.mktemp("run") / "try1", rollouts=3).path)
+    changes = {"curriculum/level": lambda x: float(x > 0.5)}
+    return write_report(make_run(tmp_path_factory.mktemp("run") / "try1", changes=changes, rollouts=3).path)
 
 
 def chart(page, title):
@@ -42,6 +43,8 @@ def test_every_chart_is_drawn_inside_its_box(open_page, report):
     assert chart(page, "Evaluation: sums").locator("path.whisker").count() == 3
     assert chart(page, "Time per step").locator("path.area").count() == 5
     assert chart(page, "Reward").locator("path.band").count() == 1
+    assert chart(page, "Reward").locator("text.event").all_text_contents() == ["level 1"]
+    assert chart(page, "Entropy").locator("line.event").count() == 0
     assert page.locator("#rollouts").inner_text().strip()
     assert page.get_by_role("cell", name="optim.lr", exact=True).first.is_visible()
 

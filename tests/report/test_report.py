@@ -63,6 +63,17 @@ def test_an_older_run_without_counts_quantiles_plan_and_defaults_has_a_page(tmp_
     assert data["tables"][1]["rows"][1] == ["optim.lr", "2e-06", "", "command line"]
 
 
+def test_changes_of_a_curriculums_level_are_marked_in_the_charts_of_learning(tmp_path):
+    levels = {"curriculum/level": lambda x: [0, 1, 1, 0, 2][round(4 * x)], "curriculum/puzzles/level": lambda x: 0.0}
+    made = charts_of(tmp_path / "one", 5, levels)
+    marked = [{"x": 2, "label": "level 1"}, {"x": 4, "label": "level 0"}, {"x": 5, "label": "level 2"}]
+    assert chart(made, "Reward")["events"] == chart(made, "Evaluation: sums")["events"] == marked
+    assert "events" not in chart(made, "Entropy")
+    assert [line["label"] for line in chart(made, "Curriculum: level by source")["lines"]] == ["puzzles"]
+    other = charts_of(tmp_path / "mix", 5, {"curriculum/puzzles/level": lambda x: float(x == 1)})
+    assert chart(other, "Reward")["events"] == [{"x": 5, "label": "puzzles level 1"}]
+
+
 def test_what_is_not_a_finite_number_is_left_out(tmp_path):
     run = make_run(tmp_path / "a", 3)
     strange = '{"step": 4, "policy/loss": NaN, "policy/lr": "high", "reward/mean": Infinity, "policy/grad_norm": [1]'

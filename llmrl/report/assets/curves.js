@@ -181,6 +181,7 @@
       this.lines.forEach((line, index) => clip.append(...this.linePaths(line, line.colour ?? index, drawable)));
       (spec.whiskers || []).forEach((set, index) =>
         clip.append(...this.whiskers(set, this.lines[index].colour ?? index, drawable)));
+      for (const event of spec.events || []) clip.append(...this.event(event));
       this.mark = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
       this.plot.replaceChildren(...nodes, clip, this.mark);
       this.showCursor();
@@ -262,6 +263,11 @@
         const d = `M${x} ${low}V${high}M${x - 3} ${low}h6M${x - 3} ${high}h6`;
         return svg("path", { class: "whisker", stroke: colour(index), d });
       });
+    }
+
+    event({ x, label }) {
+      const at = this.x(x), look = { class: "event", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM };
+      return [svg("line", look), svg("text", { class: "event", x: at + 3, y: TOP + 9 }, label)];
     }
 
     showCursor() {
