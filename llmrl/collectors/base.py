@@ -16,7 +16,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from llmrl.collectors.utils import split_trajectories
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
@@ -129,6 +128,8 @@ class CollectorOptions:
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch to deliver: split into trajectories, then passed through ``postproc``."""
         if self.split_trajs:
+            from llmrl.collectors.utils import split_trajectories
+
             batch = split_trajectories(batch, prefix="collector")
         return batch if self.postproc is None else self.postproc(batch)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from llmrl import weight_update
 from llmrl.errors import WeightSyncError
 from llmrl.weight_update.groups import WeightGroups
-from llmrl.weight_update.publish import check_engine, publish
-from llmrl.weight_update.target import ModelTarget, named_tensors
+from llmrl.weight_update.publish import check_engine, named_tensors, publish
 
 if TYPE_CHECKING:
     from llmrl.weight_update import WeightSyncScheme
@@ -107,7 +106,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     ):
         super().__init__()
         self.weight_getter, self.policy_weights = weight_getter, policy_weights
-        self._target = ModelTarget(policy_weights)
+        self._target = weight_update.ModelTarget(policy_weights)
 
     def _get_server_weights(self) -> Mapping[str, Tensor] | None:
         return named_tensors(self.weight_getter()) if self.weight_getter is not None else None

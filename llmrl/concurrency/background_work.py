@@ -9,9 +9,12 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
-from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
+
+if TYPE_CHECKING:
+    from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 
 
 class BackgroundWork:
@@ -60,6 +63,8 @@ class BackgroundWork:
 
     def allow_pauses(self) -> None:
         """Makes steps hold the lock from now on, also without `start`: for an owner that several threads use."""
+        from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
+
         self._lock = self._lock or SharedExclusiveLock(self._who)
 
     def start(self, work: Iterable[object]) -> None:

@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl.concurrency.background_loop import UserLoop
 from llmrl.concurrency.daemon_threads import DaemonThreads
-from llmrl.loading import user_traceback
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
@@ -125,6 +123,8 @@ class _Attempt(Outcome):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         if isinstance(error, Exception | SystemExit):  # sys.exit() in a reward must not end the run
+            from llmrl.loading import user_traceback
+
             self.error = user_traceback(error)
             return True
         return False
@@ -176,7 +176,12 @@ class AsyncRunner:
     def __init__(self, name: str, concurrency: int):
         self.name = name
         self.concurrency = concurrency
-        self._loop = UserLoop(name)
+        self._renew()
+
+    def _renew(self) -> None:
+        from llmrl.concurrency.background_loop import UserLoop
+
+        self._loop = UserLoop(self.name)
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
         """The outcomes, once all calls are done or ``timeout_s`` seconds have passed; late calls are cancelled."""
@@ -190,7 +195,7 @@ class AsyncRunner:
     def close(self) -> None:
         """Cancels the calls that are running; `run` may be called again."""
         self._loop.close()
-        self._loop = UserLoop(self.name)
+        self._renew()
 
     async def _all(self, calls: Calls, timeout_s: float | None) -> None:
         workers = [asyncio.ensure_future(calls.run_async()) for _ in range(min(self.concurrency, len(calls.calls)))]

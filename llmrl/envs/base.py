@@ -17,9 +17,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict, required
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
-from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import any_row, fill_missing, put_rows, shallow_copy, stack_steps, update_rows
-from llmrl.envs.utils import check_env_specs, draw_entries
 from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 
 if TYPE_CHECKING:
@@ -147,6 +145,8 @@ class EnvBase(EnvSpecs, abc.ABC):
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`llmrl.envs.step_mdp` with this env's keys; drops its rewards and actions."""
+        from llmrl.envs.step import step_mdp
+
         return step_mdp(
             tensordict,
             exclude_action=True,
@@ -292,6 +292,8 @@ class EnvBase(EnvSpecs, abc.ABC):
             raise ConfigError(
                 f"{type(self).__name__}.rand_action: needs an action_spec to draw from, or a policy: none is declared."
             )
+        from llmrl.envs.utils import draw_entries
+
         return draw_entries(spec, tensordict, self._generator)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
@@ -302,11 +304,17 @@ class EnvBase(EnvSpecs, abc.ABC):
         """Calls `rand_action`, then `step`; starts from a reset if no tensordict is given."""
         return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
 
-    check_env_specs = check_env_specs
+    def check_env_specs(self, *arguments: Any, **keywords: Any) -> None:
+        """`llmrl.envs.check_env_specs` of this env, which has the arguments."""
+        from llmrl.envs.utils import check_env_specs
+
+        check_env_specs(self, *arguments, **keywords)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds the env and its random actions. Returns the seed for the next env (``seed`` itself if
         ``static_seed``)."""
+        from llmrl.envs.step import next_seed
+
         self._generator = torch.Generator(device=self.device or "cpu").manual_seed(seed)
         self._set_seed(seed)
         return seed if static_seed else next_seed(seed)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import Metadata, WeightGroups, weight_groups
-from llmrl.weight_update.lora import merged_weights
-from llmrl.weight_update.target import named_tensors
 
 Weights = Mapping[str, Tensor] | WeightGroups
 
@@ -95,7 +93,18 @@ def as_weights(model: nn.Module | TensorDictBase | Weights | None) -> Weights | 
     """
     if not isinstance(model, nn.Module):
         return named_tensors(model)
-    return merged_weights(model) if hasattr(model, "get_base_model") else weight_groups(model)
+    if hasattr(model, "get_base_model"):
+        from llmrl.weight_update.lora import merged_weights
+
+        return merged_weights(model)
+    return weight_groups(model)
+
+
+def named_tensors(weights: Any) -> Any:
+    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; other values unchanged."""
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    return dict(weights.flatten_keys(".").items()) if isinstance(weights, TensorDictBase) else weights
 
 
 def as_taken(weights: Weights, engine: WeightTarget) -> Weights:

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError, did_you_mean
+from llmrl.weight_update.publish import named_tensors
 
 
 class ModelTarget:
@@ -87,13 +88,6 @@ class ModelTarget:
         if isinstance(self.model, nn.Module):
             return self.model.state_dict(keep_vars=True)
         return named_tensors(self.model)
-
-
-def named_tensors(weights: Any) -> Any:
-    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; other values unchanged."""
-    if isinstance(weights, nn.Module):
-        return weights.state_dict()
-    return dict(weights.flatten_keys(".").items()) if isinstance(weights, TensorDictBase) else weights
 
 
 def resolve(context: Any, path: str) -> Any:

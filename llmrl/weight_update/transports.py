@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerError
 from llmrl.weight_update.payload import Payload, Slots, pack
-from llmrl.weight_update.target import named_tensors
+from llmrl.weight_update.publish import named_tensors
 
 _MARK = "llmrl-weights"
 _CHUNK = 1 << 20  # bytes of one message: the reader of a pipe allocates memory for a whole message

@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from llmrl.data.llm.chat import History
+from llmrl.data.llm.history import History
 from llmrl.data.ragged.tensordicts import new_tensordict, stack_cells
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens

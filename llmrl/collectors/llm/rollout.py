@@ -23,7 +23,6 @@ from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, ShapeError, caused_by
-from llmrl.loading import user_traceback
 from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record, set_field
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -279,6 +278,8 @@ class Stepper:
 
     def _keep(self, error: Exception) -> None:
         if self.first_error is None:
+            from llmrl.loading import user_traceback
+
             self.first_error = user_traceback(error)
 
 

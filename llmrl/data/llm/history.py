@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorClass
 
-from llmrl.data.llm.content import plain_content
-from llmrl.data.llm.encoding import Encoding
 from llmrl.data.llm.templates import ChatTemplate, Message, find_template
 from llmrl.data.ragged.stack import FIELDS, join_message, split_message, stack_messages, unstack_messages
 from llmrl.data.ragged.tensordicts import fill, inner, rewrap
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
-from llmrl.notebook_html import conversation_html, message_html, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,6 +185,8 @@ class History(TensorClass["nocast"]):
             raise ShapeError(
                 f"History.apply_chat_template: a batch must have shape [M] or [B, M]: got {list(self.shape)}."
             )
+        from llmrl.data.llm.encoding import Encoding
+
         encoding, chats = Encoding.of(options), self.to_chats()
         return encoding.encode(chats) if self.ndim == 2 else encoding.encode([chats])[0]
 
@@ -201,6 +200,8 @@ class History(TensorClass["nocast"]):
         return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
 
     def _repr_html_(self) -> str:
+        from llmrl.notebook_html import conversation_html, visible
+
         chats = {0: [[self._nested]], 1: [self._nested]}.get(self.ndim, self._nested)
         if self.ndim > 2:
             return f"<pre>{html.escape(visible(repr(self)))}</pre>"
@@ -297,8 +298,12 @@ _SHORT.maxstring, _SHORT.maxdict = 60, 8
 
 
 def _message_html(message: Message) -> str:
+    from llmrl.notebook_html import message_html
+
     content = message.get("content")
     if not isinstance(content, str):
+        from llmrl.data.llm.content import plain_content
+
         content = "" if content is None else json.dumps(plain_content(content), ensure_ascii=False, default=str)
     if message.get("tool_calls"):
         content += f"\ntool calls: {json.dumps(message['tool_calls'], ensure_ascii=False, default=str)}"
@@ -380,6 +385,8 @@ def _nested_chats(nested: Any, ndim: int) -> list[Any]:
         message.pop("is_complete", None)
         content = message.get("content")
         if content is not None and type(content) is not str:
+            from llmrl.data.llm.content import plain_content
+
             message["content"] = plain_content(content)
     return chat
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (one format is written with full-width bars)
 """Chat templates: the registered families, the rule that chooses one for a tokenizer, and the text that they write.
 
 A template is jinja text in the dialect of the Transformers library; what the assistant writes is enclosed in
@@ -7,17 +8,15 @@ that the user registered for the model to both. The built-in texts are the files
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import resources
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.llm.parsers import chatml, deepseek, gpt_oss, turns
 from llmrl.errors import ConfigError, TemplateError, did_you_mean
-from llmrl.loading import load_object, split_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,9 +64,21 @@ class ChatTemplate:
         return _GENERATION_BLOCK.search(self.jinja) is not None
 
 
-# Created once: templates are compared and cached by value, and two partials are never equal.
-_PARSE_THINKING = partial(gpt_oss.parse_gpt_oss, thought="thinking")
-_ANSWER_THINKING = partial(gpt_oss.read_gpt_oss_answer, thought="thinking")
+@dataclass(frozen=True, slots=True)
+class _Parser:
+    """A function of `llmrl.data.llm.parsers`, imported when it is called. Equal by value: templates are cached by it.
+
+    home  its file and name, such as "chatml.parse_qwen3"
+    """
+
+    home: str
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, text: str) -> Any:
+        file, name = self.home.split(".")
+        return getattr(importlib.import_module(f"llmrl.data.llm.parsers.{file}"), name)(text, **dict(self.keywords))
+
+
 _OTHER_CHATML = re.compile(r"<\|im_(?!start|end)")  # dialects with a marker between role and content
 
 _TEMPLATES: dict[str, ChatTemplate] = {}
@@ -206,6 +217,8 @@ _DEFAULTS = re.compile(r"\A(?:\{%- set (\w+) = \1 \| default\([^\n]*\) %\}\n)+")
 
 
 def _of_module(tokenizer: PreTrainedTokenizerBase, asked: str) -> ChatTemplate:
+    from llmrl.loading import load_object, split_name
+
     name = split_name(asked, what="chat_template")[1]
     try:
         held = load_object(asked, what="chat_template")
@@ -253,8 +266,11 @@ def _unregistered(name: str, jinja: str) -> ChatTemplate:
         tokens = row.recognised_by
         if tokens and all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):
             parse, answer = row.parse, row.answer
-            if row.name == "gpt_oss" and gpt_oss.thought_key(jinja) == "thinking":
-                parse, answer = _PARSE_THINKING, _ANSWER_THINKING
+            if row.name == "gpt_oss":
+                from llmrl.data.llm.parsers.gpt_oss import thought_key
+
+                thought = (("thought", thought_key(jinja)),)
+                parse, answer = replace(parse, keywords=thought), replace(answer, keywords=thought)
             return ChatTemplate(name, jinja, parse, answer, special_tokens=row.special_tokens)
     return ChatTemplate(name, jinja)
 
@@ -263,40 +279,44 @@ def _unregistered(name: str, jinja: str) -> ChatTemplate:
 
 
 def _family(
-    name: str, parse: Parser, tokens: str, keywords: str = "", *, markers: str = "", known_by: str = "", **fields: Any
+    name: str, parse: str, tokens: str, keywords: str = "", *, markers: str = "", known_by: str = "", **fields: Any
 ) -> None:
     jinja = resources.files("llmrl.chat_templates").joinpath(f"{name}.jinja").read_text("utf-8")
     lists = {"keywords": keywords, "special_tokens": tokens, "text_markers": markers, "recognised_by": known_by}
     fields |= {field: tuple(value.split()) for field, value in lists.items()}
-    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, parse, **fields)
+    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, _Parser(parse), **fields)
 
 
 _CHATML, _ROLES = "<|im_start|> <|im_end|>", "<|system|> <|user|> <|assistant|>"
 _LLAMA3, _GEMMA = "<|start_header_id|> <|end_header_id|> <|eot_id|>", "<start_of_turn> <end_of_turn>"
 _LLAMA3_TURNS = "<|start_header_id|> <|eot_id|>"
 _MISTRAL = "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"
-_DEEPSEEK, _DEEPSEEK_TURNS = " ".join(deepseek.DEEPSEEK_TOKENS), " ".join(deepseek.DEEPSEEK_TOKENS[1:3])
+_DEEPSEEK = (
+    "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> "
+    "<｜tool▁call▁end｜> <｜tool▁calls▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> "
+    "<｜tool▁outputs▁end｜> <｜end▁of▁sentence｜>"
+)
 _GPT_OSS = "<|start|> <|channel|> <|constrain|> <|message|> <|call|> <|end|> <|return|>"
 _DROPS_THINKING = "only the answers after the last question keep their thinking, or an empty block in its place"
 _DROPS_ANALYSIS = "an answer that is not the last ends with another marker, and what was thought up to it is dropped"
 
-_family("chatml_format", chatml.parse_chatml, _CHATML, known_by=_CHATML)
-_family("qwen", chatml.parse_chatml, _CHATML, "qwen")
-_family("qwen3", chatml.parse_qwen3, _CHATML, "qwen3 qwen-3", rewrites=_DROPS_THINKING)
-_family("llama", turns.parse_llama, "<s> </s>", "llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
-_family("llama3", turns.parse_llama3, f"<|begin_of_text|> {_LLAMA3}", "llama-3 llama3", known_by=_LLAMA3_TURNS)
-_family("mistral", turns.parse_mistral, _MISTRAL, "mistral mixtral ministral")
-_family("gemma", turns.parse_gemma, f"<bos> {_GEMMA}", "gemma", known_by=_GEMMA)
-_family("phi", turns.parse_phi, f"{_ROLES} <|end|>", "phi-3 phi3")
-_family("deepseek", deepseek.parse_deepseek, _DEEPSEEK, "deepseek", known_by=_DEEPSEEK_TURNS)
-_family("falcon", turns.parse_falcon, "<|endoftext|>", "falcon", markers=_ROLES)
-_family("dialogpt", turns.parse_dialogpt, "<|endoftext|>", "dialogpt")
+_family("chatml_format", "chatml.parse_chatml", _CHATML, known_by=_CHATML)
+_family("qwen", "chatml.parse_chatml", _CHATML, "qwen")
+_family("qwen3", "chatml.parse_qwen3", _CHATML, "qwen3 qwen-3", rewrites=_DROPS_THINKING)
+_family("llama", "turns.parse_llama", "<s> </s>", "llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
+_family("llama3", "turns.parse_llama3", f"<|begin_of_text|> {_LLAMA3}", "llama-3 llama3", known_by=_LLAMA3_TURNS)
+_family("mistral", "turns.parse_mistral", _MISTRAL, "mistral mixtral ministral")
+_family("gemma", "turns.parse_gemma", f"<bos> {_GEMMA}", "gemma", known_by=_GEMMA)
+_family("phi", "turns.parse_phi", f"{_ROLES} <|end|>", "phi-3 phi3")
+_family("deepseek", "deepseek.parse_deepseek", _DEEPSEEK, "deepseek", known_by="<｜User｜> <｜Assistant｜>")
+_family("falcon", "turns.parse_falcon", "<|endoftext|>", "falcon", markers=_ROLES)
+_family("dialogpt", "turns.parse_dialogpt", "<|endoftext|>", "dialogpt")
 _family(
     "gpt_oss",
-    gpt_oss.parse_gpt_oss,
+    "gpt_oss.parse_gpt_oss",
     _GPT_OSS,
     "gpt-oss gpt_oss",
     known_by="<|channel|> <|message|> <|return|>",
-    answer=gpt_oss.read_gpt_oss_answer,
+    answer=_Parser("gpt_oss.read_gpt_oss_answer"),
     rewrites=_DROPS_ANALYSIS,
 )

@@ -241,16 +241,3 @@ def read_object(path: Path) -> Any:
     if not path.resolve().is_relative_to(path.parent.resolve()):
         raise CheckpointError(f"{path} must be a file of the dump: it is a link to {path.resolve()}; copy the file.")
     return object_from(path.read_bytes(), str(path))
-
-
-class StateFile:
-    """``dumps`` and ``loads`` for parts of a buffer that have a small ``state_dict``."""
-
-    def dumps(self, path: str | Path) -> None:
-        """Writes the state to the directory ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        write_object(self.state_dict(), Path(path) / "state.pt")
-
-    def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote."""
-        self.load_state_dict(read_object(Path(path) / "state.pt"))

@@ -1,4 +1,4 @@
-"""Helpers shared by the replay buffer modules: keyword checks, transforms, reductions, process checks."""
+"""Helpers shared by the replay buffer modules: keyword checks, states, transforms, reductions, process checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -58,6 +59,26 @@ def build_part(what: str, part: Any, base: type) -> Any:
             f"ReplayBuffer: {what} must be a {base.__name__} or a callable that builds one: got {type(built).__name__}."
         )
     return built
+
+
+# --- states ---
+
+
+class StateFile:
+    """``dumps`` and ``loads`` for parts of a buffer that have a small ``state_dict``."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes the state to the directory ``path``."""
+        from llmrl.data.replay_buffers.directory import write_object
+
+        Path(path).mkdir(parents=True, exist_ok=True)
+        write_object(self.state_dict(), Path(path) / "state.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Reads what ``dumps`` wrote."""
+        from llmrl.data.replay_buffers.directory import read_object
+
+        self.load_state_dict(read_object(Path(path) / "state.pt"))
 
 
 # --- transforms ---

@@ -14,8 +14,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from llmrl.data.llm.chat import History
-from llmrl.data.llm.dataset_files import load_rows
+from llmrl.data.llm.history import History
 from llmrl.data.llm.row_messages import declared_tools
 from llmrl.data.llm.rows import to_prompt
 from llmrl.data.ragged.tensordicts import column_values, new_tensordict
@@ -285,7 +284,11 @@ class DatasetChatEnv(TransformedEnv):
             )
         check_at_least(who, 1, batch_size_dl=batch_size_dl)
         is_source = isinstance(dataset, (str, Path)) or hasattr(dataset, "column_names")  # a datasets.Dataset
-        rows = load_rows(dataset, split=split or "train", name=name) if is_source else dataset
+        rows = dataset
+        if is_source:
+            from llmrl.data.llm.dataset_files import load_rows
+
+            rows = load_rows(dataset, split=split or "train", name=name)
         if collate_fn is None:
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
             rows = [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]

@@ -12,8 +12,8 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
+from llmrl.data.llm.history import History
 from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column_values, inner, present_keys
 from llmrl.envs.base import EnvBase

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmrl.envs.llm.tool_calls import CallFormat
 from llmrl.errors import ConfigError, check_at_least, did_you_mean
+
+if TYPE_CHECKING:
+    from llmrl.envs.llm.tool_calls import CallFormat
 
 MODES = ("history", "text", "tokens")
 

@@ -12,7 +12,7 @@ Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ from llmrl.modules.llm.packing import (
     padded_inputs,
     reduction_dtype,
 )
-from llmrl.modules.llm.routers import replaying
 from llmrl.modules.llm.sequence_split import SequenceSplit, active_split
 from llmrl.modules.llm.shared_prefixes import can_share_prefixes, share_prefixes
 from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images, reach_vision_tower
@@ -148,7 +147,11 @@ def _score(
             f"token_logprobs: {type(model).__name__} must compute its logits as head(body) for what is computed from "
             "its hidden states: it does not."
         )
-    replay = nullcontext if routes is None else partial(replaying, model, routes, attention_mask)
+    replay: Callable[[], AbstractContextManager[None]] = nullcontext
+    if routes is not None:
+        from llmrl.modules.llm.routers import replaying
+
+        replay = partial(replaying, model, routes, attention_mask)
     inputs = padded_inputs(input_ids, attention_mask, position_ids)
     if has_images(media):
         # No position ids: an image's positions count its rows and columns, and the model computes those itself.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase
@@ -26,8 +26,10 @@ from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch, PolicyBatch
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.settings import GRPOSettings
-from llmrl.objectives.llm.teacher import DIVERGENCE, TeacherTerm
 from llmrl.objectives.metric import Metric
+
+if TYPE_CHECKING:
+    from llmrl.objectives.llm.teacher import TeacherTerm
 
 
 @shows_values
@@ -184,6 +186,8 @@ class GRPOLoss(LossModule):
 
     def use_teacher(self, teacher: TeacherTerm) -> None:
         """Adds the divergence from a teacher to the loss."""
+        from llmrl.objectives.llm.teacher import DIVERGENCE
+
         estimator = teacher.options.estimator
         if self.settings.observation is not None and estimator != "sample":
             raise ConfigError(

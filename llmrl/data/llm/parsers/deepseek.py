@@ -8,22 +8,7 @@ import re
 from llmrl.data.llm.parsers.turns import Message, between, make_call
 from llmrl.strict_json import JSONError, parse_json
 
-DEEPSEEK_TOKENS = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁outputs▁begin｜>",
-    "<｜tool▁output▁begin｜>",
-    "<｜tool▁output▁end｜>",
-    "<｜tool▁outputs▁end｜>",
-    "<｜end▁of▁sentence｜>",
-)
-_BEGIN, _END = DEEPSEEK_TOKENS[0], DEEPSEEK_TOKENS[-1]
+_BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _TURN = re.compile("(<｜User｜>|<｜Assistant｜>|<｜tool▁outputs▁begin｜>)")
 _OUTPUT, _OUTPUT_END, _OUTPUTS_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.utils import StateFile
 from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import DataError
 

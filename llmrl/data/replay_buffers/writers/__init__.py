@@ -5,14 +5,9 @@ from typing import TYPE_CHECKING
 from llmrl.lazy import on_demand
 
 if TYPE_CHECKING:
-    from llmrl.data.replay_buffers.writers.base import (
-        ImmutableDatasetWriter,
-        RoundRobinWriter,
-        TensorDictRoundRobinWriter,
-        Writer,
-        WriterEnsemble,
-    )
+    from llmrl.data.replay_buffers.writers.base import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
     from llmrl.data.replay_buffers.writers.max_value import TensorDictMaxValueWriter
+    from llmrl.data.replay_buffers.writers.read_only import ImmutableDatasetWriter, WriterEnsemble
 else:
     __getattr__, __dir__ = on_demand(__name__)
 

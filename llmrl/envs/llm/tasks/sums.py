@@ -14,7 +14,6 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from llmrl.envs.llm.answers import normalize_answer
 from llmrl.errors import check_choice
 
 SPLITS = {"test": 1000, "validation": 500, "train": None}  # problems in each; train has the rest of 8100
@@ -110,6 +109,8 @@ def sums_reward(completion: str, answer: str) -> float:
     >>> sums_reward("95", "95"), sums_reward("<answer>95</answer> and so on", "95")
     (0.0, 0.0)
     """
+    from llmrl.envs.llm.answers import normalize_answer
+
     block = _ANSWER.search(completion)
     return float(block is not None and normalize_answer(block[1]) == normalize_answer(str(answer)))
 

@@ -29,7 +29,6 @@ from llmrl.envs.llm.transforms.dataloading import primers_of
 from llmrl.envs.llm.transforms.reward_process import FAILED, SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.transforms.base import innermost
 from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least, check_choice, did_you_mean
-from llmrl.loading import load_function
 from llmrl.modules.llm.policies.columns import RESERVED, refuse_reserved
 
 Reward = Callable[..., Any]
@@ -52,6 +51,8 @@ def load_reward(name: str) -> Reward:
     >>> load_reward("math:isfinite")(1.0)
     True
     """
+    from llmrl.loading import load_function
+
     return load_function(name, what="reward")
 
 

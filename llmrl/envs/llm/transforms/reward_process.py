@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.concurrency.deadline import Calls, Outcome, runner_of
-from llmrl.concurrency.worker_process import WAIT_S, WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
-from llmrl.loading import load_function
 
 FAILED = "failed\0"  # begins the message of a row that failed
 SHOWN = ": "  # separates the type of a value from its repr
@@ -33,10 +31,13 @@ class ProcessRunner:
     """
 
     def __init__(self, name: str, function: str, *, concurrency: int, batched: bool):
+        from llmrl.concurrency.worker_process import WAIT_S, WorkerPool
+
         self.name = name
         self.concurrency = concurrency
         settings = [function, concurrency, batched]
         size = min(4, os.cpu_count() or 1)  # environments that can score at the same time
+        self._wait_s = WAIT_S
         self._pool = WorkerPool(Path(__file__), [json.dumps(settings)], size=size, who=f"RewardFunction {name!r}")
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
@@ -46,7 +47,7 @@ class ProcessRunner:
         # Results arrive one by one: if the process crashes or hangs, only the calls without a result are lost.
         left = set(range(len(calls.calls)))
         arguments = [(call.args, call.keywords) for call in calls.calls]
-        with self._pool.worker(math.inf if timeout_s is None else WAIT_S + timeout_s) as worker:
+        with self._pool.worker(math.inf if timeout_s is None else self._wait_s + timeout_s) as worker:
             try:
                 for number, value, error, retried in worker.ask([arguments, calls.retries], timeout_s):
                     calls.finish(number, Outcome(value, error, done=True))
@@ -100,6 +101,9 @@ def plain_numbers(values: Any) -> list[float | str | None] | str:
 
 
 def _serve() -> None:
+    from llmrl.concurrency.worker_process import serve
+    from llmrl.loading import load_function
+
     function, concurrency, batched = json.loads(sys.argv[1])
     fn = load_function(function, what="reward")
     runner = runner_of(fn, "reward", concurrency)

@@ -29,14 +29,14 @@ from llmrl.modules.llm.engines.base import (
     check_ids,
 )
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
-from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.packing import evaluating, unwrapped
-from llmrl.modules.llm.routers import Routers
 from llmrl.modules.llm.vision import has_images, media_inputs, only_given_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmrl.modules.llm.routers import Routers
 
 _Row = tuple[Tensor, Tensor, Tensor, StopReason, Tensor | None]  # ids, log-probs, plain log-probs, reason, routes
 _Step = tuple[Tensor, Tensor, Tensor]  # [N]: tokens, log-probs as sampled, log-probs with temperature only
@@ -190,6 +190,8 @@ class TransformersEngine(SeededEngine):
     @property
     def unsaved_buffers(self) -> frozenset[str]:
         """Names that a set of weights may leave out: buffers that the model creates itself."""
+        from llmrl.modules.llm.engines.weights import unsaved_buffers
+
         return unsaved_buffers(self.model)
 
     @torch.no_grad()
@@ -202,6 +204,8 @@ class TransformersEngine(SeededEngine):
         Raises  WeightSyncError  naming a weight that is unknown, missing, misshapen, or tied but different
         """
         if weights is not None:
+            from llmrl.modules.llm.engines.weights import check_weights
+
             own = self.model.state_dict(keep_vars=True)
             check_weights(own, weights)
             for name, value in weights.items():
@@ -219,7 +223,11 @@ class _Decoding:
         self, engine: TransformersEngine, prompts: Rows, seeds: Sequence[int], params: SamplingParams, media: MediaRows
     ):
         self.engine, self.model = engine, engine.model
-        self.routers = Routers.of(engine.model) if engine.reports_routes else None
+        self.routers: Routers | None = None
+        if engine.reports_routes:
+            from llmrl.modules.llm.routers import Routers
+
+            self.routers = Routers.of(engine.model)
         self.prompts, self.params, self.media = prompts, params, media
         self.hear: Hear | None = None
         self.left: dict[int, int] = {}  # rows whose client has left: their number of ids

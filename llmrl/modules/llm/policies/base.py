@@ -44,13 +44,14 @@ from llmrl.modules.llm.policies.options import (
     with_stop_ids,
 )
 from llmrl.modules.llm.policies.rows import Key, Padding, row_seeds
-from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.token_stream import turn_columns
 from llmrl.modules.llm.vision import MEDIA, load_processor, present, read_media, write_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical
 
 _log = logging.getLogger(__name__)
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
@@ -302,6 +303,8 @@ class LLMWrapperBase(nn.Module):
             )
         self._check_batch(td)
         given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature, "batch_size": td.batch_size}
+        from llmrl.modules.llm.policies.scoring import token_categorical
+
         return token_categorical(model, self._conversations(td), masking_strategy, mask, **given)
 
     # --- collectors and requests of several threads -------------------------------------------------------------------
@@ -427,6 +430,8 @@ class LLMWrapperBase(nn.Module):
     def _conversations(self, td: TensorDictBase) -> Conversations:
         """The conversations to score: ("tokens", "full") if present, else (mode, "full")."""
         key = (self.keys[self.mode.name], "full") if self.generate else self.input_key
+        from llmrl.modules.llm.policies.scoring import Conversations
+
         conversations = Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
         size = vocabulary_size(self._scored_model())
         check_ids(conversations.rows, size, who=type(self).__name__, what="conversation")

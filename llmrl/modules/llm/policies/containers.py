@@ -16,7 +16,7 @@ import torch
 from tensordict import NestedKey, NonTensorStack, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.chat import History
+from llmrl.data.llm.history import History
 from llmrl.data.llm.spans import rows_to_tensors
 from llmrl.data.ragged.stack import stack_columns
 from llmrl.data.ragged.tensordicts import fill, inner, rewrap, wrap

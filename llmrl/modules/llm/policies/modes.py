@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from llmrl.data.llm.chat import History
+from llmrl.data.llm.history import History
 from llmrl.data.llm.images import take_images
 from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, did_you_mean
