@@ -13,7 +13,8 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import CudaGraphModule, TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, HasBackground, Weights, check_not_started
+from llmrl.collectors.background import HasBackground, check_not_started
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase

@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from llmrl.collectors.base import DataCollectorBase, Weights, check_not_started
+from llmrl.collectors.background import check_not_started
+from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.collectors.base import check_not_started
+from llmrl.collectors.background import check_not_started
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.distributed.launchers import delayed_jobs, delayed_port, launcher_of
 from llmrl.collectors.distributed.links import GroupLink, Link, RPCLink, check_backend

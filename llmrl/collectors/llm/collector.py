@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.collectors.base import HasBackground, check_not_started
+from llmrl.collectors.background import HasBackground, check_not_started
 from llmrl.collectors.llm.arguments import check_arguments, with_tracker
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.rollout import (

@@ -10,7 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.collectors.base import check_not_started
+from llmrl.collectors.background import check_not_started
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
 from llmrl.collectors.pooled import at, common_count
