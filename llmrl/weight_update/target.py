@@ -29,7 +29,7 @@ class ModelTarget:
     2.0
     >>> target.update_weights({"weight": torch.ones(1, 2)}, version=2)
     Traceback (most recent call last):
-    llmrl.errors.WeightSyncError: Linear: 'bias' is missing from the weights. Nothing was written.
+    llmrl.errors.WeightSyncError: Linear: 'bias' is missing from the weights. Nothing was updated.
     """
 
     def __init__(self, model: nn.Module | TensorDictBase | Mapping[str, Tensor], *, adopts: bool = False) -> None:
@@ -37,26 +37,9 @@ class ModelTarget:
 
     def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's tensors by name. Raises WeightSyncError if ``weights`` do not fit them."""
-        own, who = self._tensors(), type(self.model).__name__
-        for name in weights:
-            if name not in own and not self._is_buffer(name):
-                raise WeightSyncError(
-                    f"{who}: no weight is called {name!r}{did_you_mean(name, own)} Nothing was written."
-                )
-        # All checks come before the first write: a model must not be left half updated.
-        given = {id(own[name]) for name in weights.keys() & own.keys()}
-        for name, tensor in own.items():
-            if name not in weights:
-                if id(tensor) in given:
-                    continue  # tied, and written under its other name
-                raise WeightSyncError(f"{who}: {name!r} is missing from the weights. Nothing was written.")
-            new = weights[name]
-            converts = tensor.is_floating_point() and new.is_floating_point()
-            if new.shape != tensor.shape or not (converts or new.dtype == tensor.dtype):
-                raise WeightSyncError(
-                    f"{who}: {name!r} must be {tensor.dtype} {tuple(tensor.shape)}: got {new.dtype} "
-                    f"{tuple(new.shape)}. Nothing was written."
-                )
+        module = self.model if isinstance(self.model, nn.Module) else None
+        own = named_tensors(self.model) if module is None else module.state_dict(keep_vars=True)
+        check_weights(own, weights, who=type(self.model).__name__, module=module)
         return own
 
     @torch.no_grad()
@@ -81,13 +64,52 @@ class ModelTarget:
                 torch._foreach_copy_(places, values)  # one call: there may be thousands
         self.version = version
 
-    def _is_buffer(self, name: str) -> bool:
-        return isinstance(self.model, nn.Module) and name in dict(self.model.named_buffers(remove_duplicate=False))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        if isinstance(self.model, nn.Module):
-            return self.model.state_dict(keep_vars=True)
-        return named_tensors(self.model)
+def check_weights(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, who: str, module: nn.Module | None = None
+) -> None:
+    """Raises WeightSyncError unless ``weights`` can replace all of ``own``. Names of one tensor count as one weight.
+
+    module  weights may also have the names of its buffers
+    """
+    unknown = weights.keys() - own.keys()
+    if unknown and module is not None:
+        unknown -= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    if unknown:
+        names = sorted(unknown)
+        raise WeightSyncError(
+            f"{who}: no weight is called {_some(names)}.{did_you_mean(names[0], own)} Nothing was updated."
+        )
+    one: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        one.setdefault(id(tensor), []).append(name)
+    missing = []
+    for tied in one.values():
+        given = [name for name in tied if name in weights]
+        missing += [] if given else tied[:1]
+        for name in given[1:]:  # if they differed, the last one copied would win silently
+            if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
+                raise WeightSyncError(
+                    f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."
+                )
+    if missing:
+        raise WeightSyncError(
+            f"{who}: {_some(sorted(missing))} {'is' if len(missing) == 1 else 'are'} missing from the weights. Nothing "
+            "was updated."
+        )
+    for name, new in weights.items():
+        if (old := own.get(name)) is None:
+            continue
+        converts = old.is_floating_point() and new.is_floating_point()
+        if new.shape != old.shape or not (converts or new.dtype == old.dtype):
+            raise WeightSyncError(
+                f"{who}: {name!r} must be {old.dtype} {tuple(old.shape)}: got {new.dtype} {tuple(new.shape)}. Nothing "
+                "was updated."
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def resolve(context: Any, path: str) -> Any:

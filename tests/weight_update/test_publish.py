@@ -116,7 +116,7 @@ def test_vanilla_updater_copies_or_changes_nothing():
     updater.push_weights()
     assert torch.equal(policy.weight, trainer.weight)
     kept = policy.weight.clone()
-    with pytest.raises(WeightSyncError, match=r"'bias' is missing.*Nothing was written"):
+    with pytest.raises(WeightSyncError, match=r"'bias' is missing.*Nothing was updated"):
         updater.push_weights({"weight": torch.zeros(1, 2)})
     assert torch.equal(policy.weight, kept)
     with pytest.raises(WeightSyncError, match="must be given"):

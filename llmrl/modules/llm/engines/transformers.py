@@ -204,12 +204,9 @@ class TransformersEngine(SeededEngine):
         Raises  WeightSyncError  naming a weight that is unknown, missing, misshapen, or tied but different
         """
         if weights is not None:
-            from llmrl.modules.llm.engines.weights import check_weights
+            from llmrl.weight_update.target import ModelTarget
 
-            own = self.model.state_dict(keep_vars=True)
-            check_weights(own, weights)
-            for name, value in weights.items():
-                own[name].copy_(value)  # in place: the module may be the trainer's own
+            ModelTarget(self.model).update_weights(weights, version=version)  # in place: it may be the trainer's own
         self.version = version
 
     def close(self) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from llmrl.errors import WeightSyncError, did_you_mean
+from llmrl.errors import WeightSyncError
 from llmrl.modules.llm.vision import model_class
 from llmrl.weight_update.groups import Metadata, WeightGroups, sent_dtype
+from llmrl.weight_update.target import check_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,8 +76,8 @@ class WeightSpec:
     >>> spec.weight_set({**model.state_dict(), "lm_haed.weight": torch.zeros(2)})
     Traceback (most recent call last):
         ...
-    llmrl.errors.WeightSyncError: VLLMEngine: every weight must be one of the model's: got unknown names
-    lm_haed.weight. Did you mean 'lm_head.weight'? Nothing was updated.
+    llmrl.errors.WeightSyncError: VLLMEngine: no weight is called 'lm_haed.weight'. Did you mean
+    'lm_head.weight'? Nothing was updated.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -90,7 +91,7 @@ class WeightSpec:
         self._own: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             stored = self._stored_name[name] = names.setdefault(id(tensor), name)
-            # Tied names share one storage here too: check_weights recognises them by it.
+            # Tied names have one tensor here too: check_weights recognises them by it.
             self._own[name] = (
                 torch.empty(1, dtype=tensor.dtype).expand(tensor.shape) if stored == name else self._own[stored]
             )
@@ -115,11 +116,9 @@ class WeightSpec:
             self._check_tied_once(weights)
         check_weights(self._own, weights, who="VLLMEngine")
         for name, tensor in weights.items():
-            empty = tensor.is_meta and groups is None
-            if empty or tensor.dtype.is_floating_point != self._own[name].is_floating_point():
+            if tensor.is_meta and groups is None:
                 raise WeightSyncError(
-                    f"VLLMEngine: {name} must hold {self._own[name].dtype} or another dtype of its kind: got "
-                    f"{tensor.dtype}{' on meta' if empty else ''}. Nothing was updated."
+                    f"VLLMEngine: {name} must have values: got {tensor.dtype} on meta. Nothing was updated."
                 )
         renamed = self._renamed(weights)
         metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in renamed.items()}
@@ -144,42 +143,6 @@ class WeightSpec:
         return revert_weight_conversion(self._model, stored)
 
 
-def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, who: str = "TransformersEngine") -> None:
-    """Raises WeightSyncError unless ``weights`` can replace all of ``own`` (a state dict); names that share storage
-    count as one weight.
-    """
-    unknown = sorted(weights.keys() - own.keys())
-    if unknown:
-        raise WeightSyncError(
-            f"{who}: every weight must be one of the model's: got unknown names {_some(unknown)}."
-            f"{did_you_mean(unknown[0], own)} Nothing was updated."
-        )
-    tied: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in own.items():  # tied names share the same memory
-        storage = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        tied.setdefault(storage, []).append(name)
-    missing = []
-    for names in tied.values():
-        given = [name for name in names if name in weights]
-        if not given:
-            missing.append(names[0])
-        for name in given[1:]:  # if they differed, the last one copied would win silently
-            if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
-                raise WeightSyncError(
-                    f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."
-                )
-    if missing:
-        raise WeightSyncError(
-            f"{who}: every weight must be sent: missing {_some(sorted(missing))}. Nothing was updated."
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
-            raise WeightSyncError(
-                f"{who}: {name} must keep its shape: got {tuple(tensor.shape)}, expected "
-                f"{tuple(own[name].shape)}. Nothing was updated."
-            )
-
-
 def unsaved_buffers(model: nn.Module) -> frozenset[str]:
     """Names of buffers that a model creates itself and leaves out of its ``state_dict``, such as rotary frequencies.
 
@@ -189,7 +152,3 @@ def unsaved_buffers(model: nn.Module) -> frozenset[str]:
     frozenset({'scratch'})
     """
     return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False)).difference(model.state_dict())
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -241,13 +241,15 @@ class VLLMEngine(SeededEngine):
             raise ConfigError(
                 f"VLLMEngine: a server scores at temperature 1 only: got {temperature}; score with the trainer's model."
             )
-        rows = self._rows(sequences, "a sequence", 0)
+        scores = self._score_rows(self._rows(sequences, "a sequence", 0), temperature, media)
+        scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
+        return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
+
+    def _score_rows(self, rows: list[list[int]], temperature: float, media: Sequence[Media] | None) -> list[Tensor]:
         end = self._end(max(map(len, rows), default=0))
         with self._lock.holding("requests", end, "scoring"):
             self._check_ready("scoring")
-            scores = self._score(rows, temperature, end, list(media) if has_images(media) else None) if rows else []
-        scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
-        return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
+            return self._score(rows, temperature, end, list(media) if has_images(media) else None) if rows else []
 
     def likeliest(self, sequences: Sequence[Tensor], k: int) -> list[Tensor]:
         """Of each token the ``k`` likeliest ids at its place and their log-probs, float32[T, 2K]; only of a server.

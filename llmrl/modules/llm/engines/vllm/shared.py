@@ -66,19 +66,10 @@ class SharedVLLMEngine(VLLMEngine):
             rows[:] = [row.to(home) for row in rows]
         return found
 
-    def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Media] | None = None,
-    ) -> list[Tensor]:
+    def _score_rows(self, rows: list[list[int]], temperature: float, media: Sequence[Media] | None) -> list[Tensor]:
         if has_images(media):
             raise UnsupportedError("SharedVLLMEngine: an engine of several ranks takes no images.")
-        rows = self._together(_Call(self._rows(sequences, "a sequence", 0), None, temperature=temperature))
-        scores = [row.to(sequence.device) for row, sequence in zip(rows, sequences, strict=True)]
-        return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
+        return self._together(_Call(rows, None, temperature=temperature))
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -97,9 +88,8 @@ class SharedVLLMEngine(VLLMEngine):
         found: dict[int, Any] = {}
         asked = {rank: each for rank, each in enumerate(calls) if each is not None}
         for rank, each in asked.items():
-            rows = [torch.tensor(row, dtype=torch.int64) for row in each.rows]
             if each.params is None:  # alone, as rounding depends on the batch
-                found[rank] = super().score(rows, temperature=each.temperature)
+                found[rank] = super()._score_rows(each.rows, each.temperature, None)
             elif rank not in found:  # with all that is sampled alike
                 ranks = [other for other, its in asked.items() if its.params == each.params]
                 found |= self._generate([asked[other] for other in ranks], ranks)
