@@ -14,6 +14,7 @@ from llmrl.errors import ConfigError, ShapeError
 from llmrl.objectives import LossModule, Metric, merge_outputs
 from llmrl.objectives.llm import Algorithm, GRPOLoss, GRPOSettings, MCAdvantage
 from llmrl.objectives.llm.groups import group_advantage
+from llmrl.objectives.llm.ppo import PPO
 from llmrl.objectives.llm.rejection import RejectionSampling
 from llmrl.objectives.llm.settings import RejectionSettings
 from llmrl.settings import Settings
@@ -150,34 +151,6 @@ class Alone(Algorithm):
         return rows.set("advantage", rows["next", "reward"])
 
 
-class Scaled(Algorithm):
-    def group_advantages(self, rewards_NG):
-        return 2 * super().group_advantages(rewards_NG)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "unused"),
-    [
-        (Algorithm, set()),
-        (Scaled, set()),  # it calls the method that it replaces
-        (Alone, {"grpo.scale", "grpo.multi_objective_aggregation", "min_group_size"}),
-        (
-            Best,
-            {
-                "grpo.scale",
-                "grpo.multi_objective_aggregation",
-                "grpo.clip",
-                "grpo.surrogate",
-                "grpo.dual_clip",
-                "grpo.sapo_tau",
-            },
-        ),
-    ],
-)
-def test_settings_that_an_algorithm_does_not_read_are_known(algorithm, unused):
-    assert set(algorithm.unused()) == unused
-
-
 def test_columns_that_nobody_writes_are_refused_with_a_near_name():
     check_columns(Alone, [{"query": "q", "level": 1}])
     with pytest.raises(ConfigError, match=r"Alone reads the column 'level'.*the data has levels, query. Did you mean"):
@@ -209,6 +182,16 @@ class Taken(LossModule):
         ("Own", type("Own", (Algorithm,), {"loss": Nameless}), "must be 'family/name' with a meaning"),
         ("Own", type("Own", (Algorithm,), {"metrics": Twice.metrics}), "'policy/mine' must be declared once"),
         ("Own", type("Own", (Algorithm,), {"loss": Taken}), "one of llmrl's own metrics"),
+        (
+            "Own",
+            type("Own", (Algorithm,), {"without": ["grpo.scal"]}),
+            "no setting 'grpo.scal'. Did you mean 'grpo.scale'",
+        ),
+        (
+            "Own",
+            type("Own", (Algorithm,), {"without": [*PPO.without, *RejectionSampling.without, "x"]}),
+            "no setting 'x'",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_algorithm_is_said_with_the_settings(module, named, value, match):

@@ -9,7 +9,7 @@ from llmrl.objectives.llm import Algorithm, GRPOLoss
 class Twins(Algorithm):
     """The policy's loss has the KL to a second model in it, which itself learns from answers above its group's mean."""
 
-    reads = ("answer",)
+    reads, without = ("answer",), ("grpo.scale", "grpo.multi_objective_aggregation")
     metrics: ClassVar = {
         name: Metric(f"twin/{name}", f"{name} of the second model", chart="Twin")
         for name in ("loss", "grad_norm", "lr")

@@ -7,7 +7,7 @@ The loop of ``llmrl grpo`` (recipes/grpo.py) calls an `Algorithm` in this order:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -29,7 +29,6 @@ from llmrl.objectives.llm.teacher_settings import DivergenceSettings
 from llmrl.objectives.metric import Metric
 from llmrl.settings import Settings
 
-_OF_ADVANTAGE = ("scale", "multi_objective_aggregation")
 LogProbWriter = Callable[[TensorDictBase | None], None]
 
 
@@ -82,6 +81,7 @@ class Algorithm:
     settings         class of these settings; ``options`` are their values
     loss             class of the loss; it declares its metrics, and which log-probs of other models it reads
     metrics          what `train` returns beside the loss's metrics, by name
+    without          settings of the recipe that it does without, such as "grpo.scale": the plan names those given
     reads            columns of the data that the algorithm or its loss reads; a row keeps them until the loss
     compares_groups  False: there may be one completion per prompt (``group_size: 1``)
     advantage        keyword arguments of `MCAdvantage`, by ``algo`` and the ``grpo`` section of the recipe
@@ -93,6 +93,7 @@ class Algorithm:
 
     settings: ClassVar[type[Settings]] = Settings
     loss: ClassVar[type[LossModule]] = GRPOLoss
+    without: ClassVar[Sequence[str]] = ()
     metrics: ClassVar[Mapping[str, Metric]] = {}
     reads: Sequence[NestedKey] = ()
     compares_groups: ClassVar[bool] = True
@@ -111,24 +112,6 @@ class Algorithm:
     def describe(self) -> dict[str, str]:
         """What the plan says in place of "advantage", "ratio", "aggregation" and "kl", by these names."""
         return {}
-
-    @classmethod
-    def unused(cls) -> Iterator[str]:
-        """Settings of the recipe that this class does not read because it overrides what reads them.
-
-        A method that names a setting, or calls ``super()``, counts as reading it.
-        """
-        scale = {f"grpo.{name}": (name, "advantage", "groups") for name in _OF_ADVANTAGE}
-        of_loss = [name for name in GRPOSettings.model_fields if name not in (*_OF_ADVANTAGE, "teacher")]
-        loss = {f"grpo.{name}": ("grpo",) for name in of_loss}  # `build` adds the teacher to any
-        surrogate = {f"grpo.{name}": (name,) for name in ("clip", "surrogate", "dual_clip")}
-        surrogate["grpo.sapo_tau"] = ("sapo_tau", "taus")
-        yield from _unread(cls, Algorithm, "advantages", {**scale, "min_group_size": ("advantage", "groups")})
-        if cls.advantages is Algorithm.advantages:
-            yield from _unread(cls, Algorithm, "group_advantages", scale)
-        yield from _unread(cls, Algorithm, "make_loss", loss)
-        if issubclass(cls.loss, GRPOLoss):
-            yield from _unread(cls.loss, GRPOLoss, "surrogate", surrogate)
 
     # --- the calls of the loop, in order ---
 
@@ -235,10 +218,3 @@ def _by_conversation(rows: TensorDictBase) -> TensorDictBase:
     for row, share in zip(singles := list(rows.unbind(0)), shares, strict=True):
         row.set("advantage", row.get("advantage") * share)
     return LazyStackedTensorDict.lazy_stack(singles)
-
-
-def _unread(own: type, base: type, method: str, settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The settings that ``own``'s method does not read: it replaces that of ``base``, and names no such attribute."""
-    replacing = getattr(own, method)
-    if replacing is not getattr(base, method) and "super" not in (names := set(replacing.__code__.co_names)):
-        yield from (setting for setting, attributes in settings.items() if names.isdisjoint(attributes))

@@ -211,6 +211,7 @@ class PPO(Algorithm):
         **ValueLoss.metrics,
     }
     reads: ClassVar = ("stop_reason",)
+    without: ClassVar = ("grpo.scale", "grpo.multi_objective_aggregation", "min_group_size")
     compares_groups = False
 
     def describe(self) -> dict[str, str]:

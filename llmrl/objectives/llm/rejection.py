@@ -10,7 +10,7 @@ from torch import nn
 
 from llmrl.data.llm import TopKRewardSelector
 from llmrl.objectives.llm.algorithm import Algorithm
-from llmrl.objectives.llm.settings import RejectionSettings
+from llmrl.objectives.llm.settings import GRPOSettings, RejectionSettings
 from llmrl.objectives.llm.sft import SFTLoss
 
 
@@ -22,6 +22,7 @@ class RejectionSampling(Algorithm):
 
     settings = RejectionSettings
     loss: ClassVar = SFTLoss
+    without: ClassVar = [f"grpo.{name}" for name in GRPOSettings.model_fields if name != "teacher"]
 
     def make_advantage(self) -> TopKRewardSelector:
         return TopKRewardSelector(self.group_size, self.options.keep, prompt_key="group_id", verbose=False)

@@ -269,7 +269,7 @@ def _grpo_plan(
     env, prompts, num_eval = config.env, config.prompts_per_step, len(prepared.held_out)
     algorithm = prepared.algorithm
     words = PRESETS[config.algo].describe(algorithm.advantage, algorithm.grpo) | algorithm.describe()
-    unused = [name for name in type(algorithm).unused() if _is_given(config, name)]
+    unused = [name for name in algorithm.without if _is_given(config, name)]
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
     if config.overlong_buffer:
@@ -316,7 +316,7 @@ def _grpo_plan(
 def _is_given(config: GRPOConfig, name: str) -> bool:
     section, _, field = name.rpartition(".")
     settings = getattr(config, section) if section else config
-    return getattr(settings, field) is not None and field in settings.model_fields_set
+    return field in settings.model_fields_set and getattr(settings, field) is not None
 
 
 def _unused_columns(task: Task, prepared: PreparedGRPO) -> list[str]:
