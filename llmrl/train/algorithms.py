@@ -14,7 +14,6 @@ from llmrl.modules.llm.policies.columns import COLUMNS, RESERVED
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import GRPOSettings
 from llmrl.run.metrics import METRICS
-from llmrl.train.settings.grpo import GRPOConfig
 
 
 def load_algorithm(named: str | Mapping[str, Any]) -> tuple[type[Algorithm], Any]:
@@ -37,11 +36,12 @@ def load_algorithm(named: str | Mapping[str, Any]) -> tuple[type[Algorithm], Any
             near = did_you_mean(setting, known)
             raise ConfigError(f"algorithm: {name} has no setting {setting!r}; its settings: {listed}.{near}") from None
         raise ConfigError(f"algorithm: {name}: {setting}: {fault['msg']}: got {fault['input']!r}.") from None
-    for name in found.without:
-        if name not in (known := [*GRPOConfig.model_fields, *(f"grpo.{field}" for field in GRPOSettings.model_fields)]):
-            raise ConfigError(
-                f"algorithm: {found.__name__}.without: there is no setting {name!r}.{did_you_mean(name, known)}"
-            )
+    known = ["min_group_size", *(f"grpo.{field}" for field in GRPOSettings.model_fields)]
+    if unknown := [name for name in found.without if name not in known]:
+        raise ConfigError(
+            f"algorithm: {found.__name__}.without: no setting {unknown[0]!r} can be left out."
+            f"{did_you_mean(unknown[0], known)}"
+        )
     _check_metrics(found)
     return found, options
 

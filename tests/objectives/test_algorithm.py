@@ -185,7 +185,7 @@ class Taken(LossModule):
         (
             "Own",
             type("Own", (Algorithm,), {"without": ["grpo.scal"]}),
-            "no setting 'grpo.scal'. Did you mean 'grpo.scale'",
+            "no setting 'grpo.scal' can be left out. Did you mean 'grpo.scale'",
         ),
         (
             "Own",
