@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -26,16 +26,15 @@ from llmrl.data.replay_buffers.grid_index import (
     shape_cells,
     time_first,
 )
+from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from llmrl.data.replay_buffers.samplers.base import SLICE_END, PortableGenerator
+from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry
 from llmrl.data.replay_buffers.utils import Transforms, build_part, near_names
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from llmrl.errors import DataError
-
-if TYPE_CHECKING:
-    from llmrl.data.replay_buffers.prefetch import Prefetcher
 
 Index = int | slice | range | Sequence[int] | Tensor | tuple[Any, ...]
 
@@ -107,11 +106,7 @@ class ReplayBuffer:
         self._write_transform = write_transform
         transform = transform if transform_factory is None else transform_factory()
         self._transforms = Transforms() if transform is None else Transforms(transform)
-        self._prefetcher: Prefetcher | None = None
-        if prefetch:
-            from llmrl.data.replay_buffers.prefetch import Prefetcher
-
-            self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s)
+        self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
         self._iterator: Iterator[Any] | None = None
         if not delayed_init:
             self._build_parts()
@@ -466,26 +461,18 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The complete state of storage, sampler, writer and transforms, as copies."""
-        from llmrl.data.replay_buffers.saving import parts_state
-
         return self._at_rest(parts_state, self._parts(), self._transforms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the state of a buffer with parts of the same types, or raises with nothing changed."""
-        from llmrl.data.replay_buffers.saving import load_parts_state
-
         self._at_rest(load_parts_state, state, self._parts(), self._transforms)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the buffer to the directory ``path``, replacing an older dump atomically."""
-        from llmrl.data.replay_buffers.saving import dump_parts
-
         self._at_rest(dump_parts, Path(path), self._parts(), self._transforms)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote, into a buffer built with the same types of parts. Executes no code from it."""
-        from llmrl.data.replay_buffers.saving import load_parts
-
         self._at_rest(load_parts, Path(path), self._parts(), self._transforms)
 
     save = dump = dumps
@@ -503,6 +490,5 @@ class ReplayBuffer:
         return {"storage": self._storage, "sampler": self._sampler, "writer": self._writer}
 
     def __repr__(self) -> str:
-        kinds = [type(part).__name__ for part in self._parts().values()]
-        parts = [*kinds, f"{len(self)} rows", f"batch_size={self._batch_size}"]
+        parts = [*part_names(self._parts()).values(), f"{len(self)} rows", f"batch_size={self._batch_size}"]
         return f"{type(self).__name__}({', '.join(parts)}, {len(self._transforms)} transforms)"

@@ -14,14 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmrl.data.replay_buffers.directory import (
-    read_manifest,
-    read_object,
-    reading_directory,
-    replace_directory,
-    write_manifest,
-    write_object,
-)
 from llmrl.data.replay_buffers.utils import Transforms
 from llmrl.errors import CheckpointError
 
@@ -31,6 +23,8 @@ _TRANSFORMS = "transform.t"
 
 def dump_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> None:
     """Writes storage, sampler, writer and the states of the transforms; replaces an older dump when it is complete."""
+    from llmrl.data.replay_buffers.directory import replace_directory, write_manifest, write_object
+
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
@@ -44,6 +38,8 @@ def load_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> Non
     Raises: CheckpointError, with nothing changed, if the directory is missing or damaged, holds other parts, or does
     not fit.
     """
+    from llmrl.data.replay_buffers.directory import read_manifest, read_object, reading_directory
+
     with reading_directory(path) as folder:
         manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
         absent = [name for name in parts if not any(file.startswith(f"{name}/") for file in manifest["files"])]

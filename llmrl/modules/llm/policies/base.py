@@ -298,13 +298,12 @@ class LLMWrapperBase(nn.Module):
             engine = type(own_engine(self.engine)).__name__
             raise UnsupportedError(
                 f"{type(self).__name__}.get_dist: the backend must give logits: {engine} gives only log-probs; use "
-                "get_new_version(generate=False) for those of a conversation, or a TransformersWrapper of the same "
-                "weights."
+                "get_new_version(generate=False) for those of a conversation, or a TransformersWrapper."
             )
         self._check_batch(td)
-        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature, "batch_size": td.batch_size}
         from llmrl.modules.llm.policies.scoring import token_categorical
 
+        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature, "batch_size": td.batch_size}
         return token_categorical(model, self._conversations(td), masking_strategy, mask, **given)
 
     # --- collectors and requests of several threads -------------------------------------------------------------------
@@ -429,12 +428,12 @@ class LLMWrapperBase(nn.Module):
 
     def _conversations(self, td: TensorDictBase) -> Conversations:
         """The conversations to score: ("tokens", "full") if present, else (mode, "full")."""
-        key = (self.keys[self.mode.name], "full") if self.generate else self.input_key
         from llmrl.modules.llm.policies.scoring import Conversations
 
+        key = (self.keys[self.mode.name], "full") if self.generate else self.input_key
         conversations = Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
-        size = vocabulary_size(self._scored_model())
-        check_ids(conversations.rows, size, who=type(self).__name__, what="conversation")
+        size, who = vocabulary_size(self._scored_model()), type(self).__name__
+        check_ids(conversations.rows, size, who=who, what="conversation")
         return conversations
 
     def _scored_model(self) -> nn.Module | None:
