@@ -112,6 +112,6 @@ def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The detached tensor, in ``dtype`` if given; a sharded one is gathered, which is a collective."""
     value, dtype = value.detach(), dtype or value.dtype
     if not hasattr(value, "full_tensor"):
-        return value.to(dtype)
+        return value if value.dtype == dtype else value.to(dtype)
     # Shards may be offloaded to the CPU. Each rank casts its own: half of the bytes are gathered.
     return value.to(value.device_mesh.device_type).to(dtype).full_tensor()

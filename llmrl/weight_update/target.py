@@ -80,32 +80,27 @@ def check_weights(
         raise WeightSyncError(
             f"{who}: no weight is called {_some(names)}.{did_you_mean(names[0], own)} Nothing was updated."
         )
-    one: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        one.setdefault(id(tensor), []).append(name)
-    missing = []
-    for tied in one.values():
-        given = [name for name in tied if name in weights]
-        missing += [] if given else tied[:1]
-        for name in given[1:]:  # if they differed, the last one copied would win silently
-            if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
-                raise WeightSyncError(
-                    f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."
-                )
-    if missing:
-        raise WeightSyncError(
-            f"{who}: {_some(sorted(missing))} {'is' if len(missing) == 1 else 'are'} missing from the weights. Nothing "
-            "was updated."
-        )
+    given: dict[int, str] = {}
     for name, new in weights.items():
         if (old := own.get(name)) is None:
             continue
-        converts = old.is_floating_point() and new.is_floating_point()
-        if new.shape != old.shape or not (converts or new.dtype == old.dtype):
+        converts = new.dtype == old.dtype or (old.is_floating_point() and new.is_floating_point())
+        if new.shape != old.shape or not converts:
             raise WeightSyncError(
                 f"{who}: {name!r} must be {old.dtype} {tuple(old.shape)}: got {new.dtype} {tuple(new.shape)}. Nothing "
                 "was updated."
             )
+        first = given.setdefault(id(old), name)
+        if first != name and weights[first] is not new and not torch.equal(weights[first], new):
+            raise WeightSyncError(
+                f"{who}: {first} and {name} are tied in this model and must be equal. Nothing was updated."
+            )
+    missing = {id(old): name for name, old in reversed([*own.items()]) if id(old) not in given}
+    if missing:
+        names = sorted(missing.values())
+        raise WeightSyncError(
+            f"{who}: {_some(names)} {'is' if len(names) == 1 else 'are'} missing from the weights. Nothing was updated."
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -151,7 +151,7 @@ def test_a_language_models_weights_are_copied_from_and_into_any_form(given, held
     trainer, policy = (tiny_model(seed=seed) for seed in (0, 1))
     updater = VanillaWeightUpdater(policy_weights=forms[held](policy))
     if held == "from_module" and given != "from_module":
-        with pytest.raises(WeightSyncError, match="inv_freq'.* missing"):  # it says that it wants them
+        with pytest.raises(WeightSyncError, match=r"inv_freq'.* missing"):  # it says that it wants them
             updater.push_weights(forms[given](trainer))
         return
     updater.push_weights(forms[given](trainer))
