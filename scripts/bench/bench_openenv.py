@@ -3,7 +3,8 @@
     python scripts/bench/bench_openenv.py [--steps 20] [--rounds 5] [--json FILE]
 
 One server, in a process of its own. The client plays all sessions at once, each step after step. llmrl's side is the
-calls that `EpisodeTurns` makes: a step of all sessions, then the next one. For comparison whole conversations, with a
+calls that `EpisodeTurns` makes: a step of all sessions, then the next one. One session is also compared with the
+client's methods for programs without an event loop, as llmrl's side is one. For comparison whole conversations, with a
 policy that answers at once, prompts, tokens and rewards; and the same with episodes of this process, without a server.
 The sides take turns, and the median of the rounds counts. scripts/foreign_clients installs openenv, in LLMRL_CLIENTS.
 """
@@ -117,13 +118,18 @@ def main(steps: int, rounds: int) -> list[Row]:
             served, here = map(conversations, envs)
             sides = []
             for _ in range(rounds + 1):
-                sides.append((episodes(envs[0], sessions, steps), alone(sessions), served(), here()))
-            step, bare, whole, own = (
+                sides.append((episodes(envs[0], sessions, steps), alone(sessions), alone(0), served(), here()))
+            step, bare, blocking, whole, own = (
                 1e3 * statistics.median(side) / (sessions * steps) for side in zip(*sides[1:], strict=True)
             )
-            print(f"{sessions} sessions, ms a step: {step:.3f}, OpenEnv's client {bare:.3f}; conversations {whole:.3f}")
+            blocking *= sessions  # always of one
+            print(
+                f"{sessions} sessions, ms a step: {step:.3f}, OpenEnv's client {bare:.3f}, or {blocking:.3f} in calls "
+                f"that block; conversations {whole:.3f}"
+            )
             rows += [
                 Row(f"a step of OpenEnv, {sessions} sessions: llmrl / its own client", step / bare, 1.11),
+                *([Row("the same / its client in calls that block", step / blocking, 1.11)] if sessions == 1 else []),
                 Row(f"a step of whole conversations, {sessions} sessions / its own client", whole / bare),
                 Row(f"the same without a server, {sessions} sessions", own / bare),
             ]

@@ -1,4 +1,7 @@
-"""OpenEnv's own client, for bench_openenv.py: reads [address, sessions, steps] a line, writes seconds of all steps."""
+"""OpenEnv's own client, for bench_openenv.py: reads [address, sessions, steps] a line, writes seconds of all steps.
+
+No sessions: one, with the client's methods for programs without an event loop.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,16 @@ async def play(url: str, sessions: int, steps: int) -> float:
     return seconds
 
 
+def play_one(url: str, steps: int) -> float:
+    with GenericEnvClient(base_url=url).sync() as client:
+        client.reset(seed=0)
+        began = time.perf_counter()
+        for _ in range(steps):
+            client.step({"guess": 0})
+        return time.perf_counter() - began
+
+
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(asyncio.run(play(*json.loads(line))), flush=True)
+        url, sessions, steps = json.loads(line)
+        print(asyncio.run(play(url, sessions, steps)) if sessions else play_one(url, steps), flush=True)

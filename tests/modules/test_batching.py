@@ -119,6 +119,18 @@ def test_the_first_of_the_requests_that_are_expected_waits_for_the_others_as_lon
     assert [len(call) for call in engine.calls] == [3, 1], "no other came within a pause"
 
 
+def test_the_first_call_of_all_waits_for_clients_that_are_slow_to_start(monkeypatch):
+    monkeypatch.setattr(batching, "_FIRST_S", 20 * DEADLINE_S)  # of which pauses may take a twentieth
+    engine = BatchingEngine(EchoEngine(), expected=lambda: 2)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(engine.generate, request(1), SamplingParams())
+        wait_until(lambda: engine.state()["queue_size"] == 1)
+        time.sleep(2 * batching._GATHER_S)
+        engine.generate(request(2), SamplingParams())
+        first.result(timeout=DEADLINE_S)
+    assert [len(call) for call in engine.calls] == [2]
+
+
 def test_a_call_has_at_most_max_rows_and_a_request_is_never_cut():
     hold = threading.Event()
     engine = BatchingEngine(EchoEngine(hold), max_batch_size=3, timeout=DEADLINE_S)

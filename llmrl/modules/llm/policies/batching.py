@@ -23,6 +23,7 @@ from llmrl.modules.llm.vision import present
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
 _PAUSE_S, _GATHER_S = 0.003, 0.02  # of requests that keep arriving: the longest pause between two, and all together
+_FIRST_S = 4.0  # taken for the time of the last call before there is one: clients that start ask slowly
 _LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that the calling thread is alive
 
 
@@ -77,7 +78,10 @@ class BatchingEngine:
         self._caller: threading.Thread | None = None  # the thread that is using the engine
         self._taken: list[_Request] = []  # the requests of the running call
         self._joining = True
-        self._took_s, self._gather_until = 0.0, 0.0  # the time of the last call; when an idle engine begins the next
+        self._took_s, self._gather_until = (
+            _FIRST_S,
+            0.0,
+        )  # the time of the last call; when an idle engine begins the next
 
     # --- the engine's protocol ----------------------------------------------------------------------------------------
 
