@@ -38,7 +38,7 @@ def check_installed(module: str, *, extra: str = "", packages: str = "", used_by
 
 def _missing(module: str, extra: str, used_by: str, packages: str = "") -> MissingDependencyError:
     names = " ".join(f"'{name}'" for name in (packages or f"llmrl[{extra}]").split())
+    package = module.partition(".")[0]
     return MissingDependencyError(
-        f"{used_by}: needs the package {module!r}, which is not installed; run: pip install {names}.",
-        name=module.partition(".")[0],
+        f"{used_by}: needs the package {package!r}, which is not installed; run: pip install {names}.", name=package
     )

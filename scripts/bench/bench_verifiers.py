@@ -88,7 +88,7 @@ def rounds(engine: Any, tokenizer: Any, rollouts: int, params: SamplingParams | 
             began, before = time.perf_counter(), processor_s(pid)
             list(pool.map(play, range(rollouts)))
             took, spent = time.perf_counter() - began, processor_s(pid) - before
-            asked, computed = engine.calls, engine.seconds
+            asked, computed = list(engine.calls), engine.seconds
             prompts, seeds = ([one for call in asked for one in call[place]] for place in (0, 2))
             began = time.perf_counter()
             engine.generate(prompts, asked[0][1], seeds=seeds)

@@ -178,7 +178,7 @@ def test_an_observation_of_megabytes_is_cut_and_its_control_tokens_are_text(serv
 
 def test_a_server_with_fewer_sessions_than_conversations_is_refused_before_the_run(server):
     about = OpenEnvEnv.about(None, at_once=64, url=f"{server}/guess")
-    assert about == f"openenv 0.10 · Guessing 1.0.0 at {server}/guess · tools guess · 64 sessions"
+    assert about == f"openenv, protocol of 0.10 · Guessing 1.0.0 at {server}/guess · tools guess · 64 sessions"
     with pytest.raises(ConfigError, match=r"each of the 65 conversations at a time: .* has 64 in all, 64 of them free"):
         OpenEnvEnv.about(None, at_once=65, url=f"{server}/guess")
 

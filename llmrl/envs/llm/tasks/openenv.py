@@ -155,7 +155,7 @@ class OpenEnvEnv(EpisodeEnv):
         about = server.metadata()
         acts = f"by the text, {action}" if action else f"tools {', '.join(tool['name'] for tool in server.tools())}"
         named = f"{about.get('name', 'environment')} {about.get('version') or ''}".strip()
-        return f"openenv 0.10 · {named} at {server.url} · {acts} · {at_once} sessions"
+        return f"openenv, protocol of 0.10 · {named} at {server.url} · {acts} · {at_once} sessions"
 
 
 class OpenEnvServer:
