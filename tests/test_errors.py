@@ -45,7 +45,8 @@ def test_an_installed_module_is_returned_even_when_its_name_is_dotted():
 
 
 def test_a_missing_package_names_the_user_and_the_extra():
-    with pytest.raises(MissingDependencyError, match=r"vLLMWrapper: needs the package 'no_such_engine', .*install 'llmrl\[vllm\]'"):
+    expected = r"vLLMWrapper: needs the package 'no_such_engine', .*install 'llmrl\[vllm\]'"
+    with pytest.raises(MissingDependencyError, match=expected):
         require("no_such_engine.worker", extra="vllm", used_by="vLLMWrapper")
 
 
