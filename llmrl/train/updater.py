@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.modules.llm.packing import evaluating
+from llmrl.modules.llm.packing import attends_by_row, evaluating
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.modules.llm.row_attention import active_rows, rows_apart
 from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.modules.llm.shared_prefixes import can_share_prefixes
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
@@ -38,6 +39,7 @@ from llmrl.train.data.sft import AT_ONCE
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.gpus import find_gpu
+from llmrl.train.models.recomputed import keep_less, keeps_less
 from llmrl.train.models.shape import block_matrices, decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate, set_options
 from llmrl.train.planning.memory import uses_checkpointing
@@ -286,16 +288,23 @@ class Updater:
         return scores
 
     @cached_property
-    @torch.no_grad()
     def _shares_prefixes(self) -> bool:
-        whole = getattr(self._model, "call_whole", None)  # a sharded model has it
-        if whole is None:
-            return can_share_prefixes(self._model, self._packing)
-        return whole(can_share_prefixes, self._packing)
+        return self._whole(can_share_prefixes, self._packing)
+
+    @cached_property
+    def _without_filling(self) -> bool:
+        return self._packing == "on" and self._whole(attends_by_row)
+
+    @torch.no_grad()
+    def _whole(self, function: Callable[..., bool], *options: Any) -> bool:
+        """``function`` of the model, gathered if it is sharded."""
+        call = getattr(self._model, "call_whole", None)
+        return function(self._model, *options) if call is None else call(function, *options)
 
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
         """The rows of each micro-batch; if sharded, equally many on each rank: every forward pass is a collective."""
-        parts = microbatches(_lengths(batch), self._budget, _prompts(batch) if self._shares_prefixes else None)
+        prompts = _prompts(batch) if self._shares_prefixes else None
+        parts = microbatches(_lengths(batch), self._budget, prompts, without_filling=self._without_filling)
         if self.session.sharded:
             parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
         return parts
@@ -328,6 +337,8 @@ def make_updater(
     if uses_checkpointing(config, model, session, lengths):
         random = config.lora is not None and config.lora.dropout > 0
         recompute_blocks(model, offload=config.memory.offload == "activations", random=random)
+    elif keeps_less(config, model.config.get_text_config().hidden_size, on_gpu=session.device.type != "cpu"):
+        keep_less(model)
     if config.memory.compile:
         for block in decoder_blocks(model):
             block.compile()
@@ -350,10 +361,17 @@ def recompute_blocks(model: nn.Module, *, offload: bool = False, random: bool = 
 def _recompute(forward: Callable[..., Any], offload: bool, random: bool, *inputs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    if (routes := active_routes()) is not None:  # they are no longer active in the backward pass
-        options["context_fn"] = lambda: (nullcontext(), same_routes(routes))
+    routes, rows = active_routes(), active_rows()  # they are no longer active in the backward pass
+    if routes is not None or rows is not None:
+        options["context_fn"] = lambda: (nullcontext(), _recomputing(routes, rows))
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
+
+
+@contextmanager
+def _recomputing(routes: Tensor | None, rows: Sequence[int] | None) -> Iterator[None]:
+    with same_routes(routes), nullcontext() if rows is None else rows_apart(rows):
+        yield
 
 
 def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float, own: Mapping[str, Metric]) -> dict[str, float]:

@@ -178,7 +178,7 @@ def _score(
             found = _from_hidden(path, hidden_NH, input_ids[scored_BT], options)
         else:
             _tell_routers(model, packed.segment_ids >= 0)
-            with replay(packed):
+            with replay(packed), packed.attending():
                 hidden_PSH = path.body(**accepted(path.body, packed.inputs(model))).last_hidden_state
             before_N = packed.index.roll(1)[scored_BT[attention_mask.bool()]]  # the predecessor, in the same row
             found = _from_hidden(path, hidden_PSH.flatten(0, 1)[before_N], input_ids[scored_BT], options)

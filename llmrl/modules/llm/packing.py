@@ -14,8 +14,8 @@ import inspect
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
+from llmrl.modules.llm.row_attention import no_mask, rows_apart
 
 Packing = Literal["auto", "on", "off"]
 
 WORTH_PACKING = 0.8  # "auto" packs a batch if at most this share of its padded tokens remains
+LEAST_HIDDEN_SIZE = 512  # of a model whose layers cost more than the calls and masks that save some of their work
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Packed:
     ``index``         int64[N]     where each token is in the flattened packs, sequence after sequence
     ``lengths``       of the sequences
     ``attention``     bool[P, 1, S, S]: what each token attends to, if positions do not say it (`share_prefixes`)
+    ``by_row``        the lengths in the order of the pack, if attention is computed row by row: needs ``attending``
     """
 
     input_ids: Tensor
@@ -62,10 +65,17 @@ class Packed:
     index: Tensor
     lengths: Sequence[int]
     attention: Tensor | None = None
+    by_row: Sequence[int] | None = None
+
+    def attending(self) -> AbstractContextManager[None]:
+        """What the model's pass runs in."""
+        return nullcontext() if self.by_row is None else rows_apart(self.by_row)
 
     def inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """The inputs of the model, or of its body."""
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        if self.by_row is not None:
+            return inputs | {"attention_mask": no_mask(self.input_ids.numel(), self.input_ids.device)}
         if self.attention is None:
             return inputs
         if attention_of(model) == "sdpa":
@@ -161,9 +171,18 @@ def pack_batch(
     if not 0 < sum(lengths) <= most:
         return None
     # Attention with a mask is quadratic in the pack width, so packs are only as wide as the longest row.
-    # flash-attention computes each sequence separately, so a single pack is best.
-    layout = lay_out(lengths, sum(lengths) if has_varlen_attention(model) else None)
-    return _place(input_ids[attended_BT], layout) if layout.num_tokens <= most else None
+    # flash-attention, and `rows_apart` on a CPU, compute each sequence separately, so a single pack is best.
+    by_row = attends_by_row(model)
+    layout = lay_out(lengths, sum(lengths) if by_row or has_varlen_attention(model) else None)
+    if layout.num_tokens > most:
+        return None
+    packed = _place(input_ids[attended_BT], layout)
+    return replace(packed, by_row=_in_order(layout)) if by_row else packed
+
+
+def _in_order(layout: Layout) -> list[int]:
+    """The lengths of the sequences of a single pack, in their order there."""
+    return [length for _, length in sorted(zip(layout.starts, layout.lengths, strict=True)) if length]
 
 
 def can_pack(model: nn.Module, packing: Packing) -> bool:
@@ -181,12 +200,38 @@ def can_pack(model: nn.Module, packing: Packing) -> bool:
             f"packing: 'on' needs a model that keeps packed rows apart: got {type(model).__name__} with "
             f"{attention_of(model)} attention: {fault}; use 'auto', which pads its batches."
         )
+    if fault is None:
+        attends_by_row(model)  # now: all ranks call this function, but not all of them pack their batch
     return fault is None
 
 
 def has_varlen_attention(model: nn.Module) -> bool:
     """True for any version of flash-attention, which needs a GPU and half precision."""
     return "flash" in attention_of(model)
+
+
+def may_attend_by_row(model: nn.Module) -> bool:
+    """False if the model's configuration rules out that packs on a CPU have their attention computed row by row."""
+    if attention_of(model) != "sdpa":
+        return False
+    config = model.config.get_text_config()
+    return config.hidden_size >= LEAST_HIDDEN_SIZE and has_full_attention(config)
+
+
+def has_full_attention(config: Any) -> bool:
+    """True if every layer attends to all earlier tokens: none has a window, chunks or a state."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return not getattr(config, "sliding_window", None) and all(kind == "full_attention" for kind in kinds)
+
+
+def attends_by_row(model: nn.Module) -> bool:
+    """True if the model's attention is computed row by row in packs; tested once on a few tokens, like `can_pack`."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return on_cpu and may_attend_by_row(model) and not _is_compiled(model) and _fault(model, by_row=True) is None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def attention_of(model: nn.Module) -> str:
@@ -312,8 +357,8 @@ def reduction_dtype(dtype: torch.dtype) -> torch.dtype:
 
 # --- test that packed rows do not affect each other -------------------------------------------------------------------
 
-# model -> {attention implementation: the reason that it cannot be packed, or None}
-_faults: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
+# model -> {attention implementation, whether by row: the reason that it cannot be packed, or None}
+_faults: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], str | None]] = weakref.WeakKeyDictionary()
 
 
 def why_not_packed(model: nn.Module) -> str | None:
@@ -328,14 +373,17 @@ def why_not_packed(model: nn.Module) -> str | None:
     >>> print(why_not_packed(model))
     None
     """
-    faults = _faults.setdefault(model, {})
-    attention = attention_of(model)
+    return _fault(model, by_row=False)
+
+
+def _fault(model: nn.Module, *, by_row: bool) -> str | None:
+    faults, attention = _faults.setdefault(model, {}), (attention_of(model), by_row)
     if attention not in faults:
-        faults[attention] = _try(model)
+        faults[attention] = _try(model, by_row)
     return faults[attention]
 
 
-def _try(model: nn.Module) -> str | None:
+def _try(model: nn.Module, by_row: bool) -> str | None:
     path = find_head_path(model)
     if path is None:
         return "its body and its output head cannot be called separately"
@@ -353,22 +401,25 @@ def _try(model: nn.Module) -> str | None:
     dtype = torch.get_autocast_dtype(weight.device.type) if in_autocast else weight.dtype
     with evaluating(model):
         try:
-            return _compare(body, config.vocab_size, tolerance_of(dtype), weight.device)
+            return _compare(model, body, tolerance_of(dtype), by_row)
         except Exception as error:  # third-party code: any error means that it does not run packed
             return f"it fails on packed rows: {type(error).__name__}: {error}"
 
 
 @torch.no_grad()
-def _compare(body: Callable[..., Tensor], vocabulary: int, tolerance: float, device: torch.device) -> str | None:
+def _compare(model: nn.Module, body: Callable[..., Tensor], tolerance: float, by_row: bool) -> str | None:
+    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     lengths = [6, 5, 4]  # already in the order of packing, so the perturbed row is in the middle
     stride = max(1, vocabulary // (sum(lengths) + 1))
     rows = [ids % vocabulary for ids in (1 + stride * torch.arange(sum(lengths), device=device)).split(lengths)]
-    packed = pack(rows, sum(lengths))
-    perturbed = pack([rows[0], (rows[1] + 1) % vocabulary, rows[2]], sum(lengths))
-    first, _, last = packed_rows = packed.unpack(body(input_ids=packed.input_ids, position_ids=packed.position_ids))
-    other_first, _, other_last = perturbed.unpack(
-        body(input_ids=perturbed.input_ids, position_ids=perturbed.position_ids)
-    )
+
+    def hidden(rows: list[Tensor]) -> list[Tensor]:
+        packed = replace(pack(rows, sum(lengths)), by_row=lengths if by_row else None)
+        with packed.attending():
+            return packed.unpack(body(**packed.inputs(model)))
+
+    first, _, last = packed_rows = hidden(rows)
+    other_first, _, other_last = hidden([rows[0], (rows[1] + 1) % vocabulary, rows[2]])
     ids_BT = pad_rows(rows)
     attended_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
     padded_NH = body(**padded_inputs(ids_BT, attended_BT.long()))[attended_BT]

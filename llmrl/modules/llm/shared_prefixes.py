@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.modules.llm.packing import (
+    LEAST_HIDDEN_SIZE,
     WORTH_PACKING,
     Packed,
     Packing,
@@ -28,13 +29,13 @@ from llmrl.modules.llm.packing import (
     can_pack,
     evaluating,
     find_head_path,
+    has_full_attention,
     lay_out,
     padded_inputs,
     tolerance_of,
 )
 
 GROUP_WIDTH = 1024  # of a group, unless a row is longer: attention with a mask is quadratic in it
-LEAST_HIDDEN_SIZE = 512  # of a model: a tiny one spends more on the wider mask than its layers save
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,7 @@ def may_share_prefixes(model: nn.Module) -> bool:
     config = model.config.get_text_config()
     if attention_of(model) not in ("sdpa", "eager") or config.hidden_size < LEAST_HIDDEN_SIZE:
         return False  # other kinds of attention read no mask
-    kinds = getattr(config, "layer_types", None) or ()  # the mask would need the window
-    return not getattr(config, "sliding_window", None) and all(kind == "full_attention" for kind in kinds)
+    return has_full_attention(config)  # the mask would need the window
 
 
 def _try(model: nn.Module) -> bool:

@@ -25,17 +25,24 @@ def tokens_at_once(most: int, parameters: int, *, on_gpu: bool) -> int:
 
 
 def microbatches(
-    lengths: Sequence[int], budget: int, prompts: Sequence[tuple[int, ...]] | None = None
+    lengths: Sequence[int],
+    budget: int,
+    prompts: Sequence[tuple[int, ...]] | None = None,
+    *,
+    without_filling: bool = False,
 ) -> list[list[int]]:
     """Groups rows of similar length, at most ``budget`` padded tokens per part; a longer row gets its own part.
 
     prompts  of the rows, for a model that computes common beginnings once: rows of one prompt then stay together and
              count it once, if at least a fifth of the tokens are those of a prompt that came before
+    without_filling  rows are packed end to end, so the budget is of their own tokens
 
     >>> microbatches([3, 9, 4, 8], 18)
     [[0, 2], [3, 1]]
     >>> microbatches([3, 9, 4, 8], 15, prompts=[(7, 7, 7), (8, 8, 8), (8, 8, 8), (7, 7, 7)])
     [[0, 3], [2, 1]]
+    >>> microbatches([3, 9, 4, 8], 18, without_filling=True)
+    [[0, 2, 3], [1]]
     """
     order = {row: (length, row) for row, length in enumerate(lengths)}
     repeated = 0 if prompts is None else sum(map(len, prompts)) - sum(map(len, set(prompts)))
@@ -51,7 +58,10 @@ def microbatches(
         common = shares and parts and prompts[parts[-1][-1]] == prompts[row]
         more = lengths[row] - len(prompts[row]) if common else 0
         wider = max(widest, lengths[row])
-        if parts and (padded + (not common)) * wider + answers + more <= budget:
+        size = (padded + (not common)) * wider + answers + more
+        if without_filling and parts and not shares:
+            size = sum(lengths[other] for other in parts[-1]) + lengths[row]
+        if parts and size <= budget:
             parts[-1].append(row)
             padded, widest, answers = padded + (not common), wider, answers + more
         else:
@@ -76,16 +86,21 @@ class RowLengths:
         return max(self.lengths)
 
     @lru_cache(maxsize=512)  # noqa: B019  of a few objects per process
-    def most_at_once(self, rows: int, budget: int, packing: Packing, shares: bool = False) -> tuple[int, int]:
+    def most_at_once(
+        self, rows: int, budget: int, packing: Packing, shares: bool = False, by_row: bool = False
+    ) -> tuple[int, int]:
         """The tokens, with padding, of the largest micro-batch of some updates on ``rows`` rows drawn at random; and
-        the length of its attention mask, 0 for a single row, which needs none.
+        the length of its attention mask, 0 if it needs none, as a single row does.
 
         shares  True for a model that computes common beginnings once
+        by_row  True for one that computes the attention of packs row by row
 
         >>> RowLengths((100, 40)).most_at_once(8, 400, "off")
         (400, 100)
         >>> RowLengths((100,), alike=8, prompts=(80,)).most_at_once(8, 1000, "auto", shares=True)
         (240, 240)
+        >>> RowLengths((100,)).most_at_once(8, 400, "on", by_row=True)
+        (400, 0)
         """
         chance, found = random.Random(0), [(self.longest, 0)]
         common = self.prompts if shares and packing != "off" else ()
@@ -94,16 +109,17 @@ class RowLengths:
             draw_of = [draw for draw in range(len(draws)) for _ in range(self.alike)][:rows]
             drawn = [self.lengths[draws[draw]] for draw in draw_of]
             begin = [(draw,) * common[draws[draw]] for draw in draw_of] if common else None
-            for part in microbatches(drawn, budget, begin):
+            for part in microbatches(drawn, budget, begin, without_filling=by_row and packing == "on"):
                 own = [drawn[row] for row in part]
                 several = len(own) > 1
                 if begin and (layout := _shared(own, [begin[row] for row in part])):
                     found.append((layout.num_tokens, layout.width * several))
                     continue
                 padded = len(own) * max(own)
-                packed = padded if packing == "off" else lay_out(own).num_tokens
+                packed = padded if packing == "off" else sum(own) if by_row else lay_out(own).num_tokens
                 is_packed = packing == "on" or packed <= WORTH_PACKING * padded
-                found.append((packed if is_packed else padded, max(own) * several))
+                has_mask = several and not (is_packed and by_row)
+                found.append((packed if is_packed else padded, max(own) * has_mask))
         return max(found)
 
 

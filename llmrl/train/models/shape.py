@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from llmrl.modules.llm.sequence_split import why_not_split
+from llmrl.modules.llm.packing import may_attend_by_row
 from llmrl.modules.llm.shared_prefixes import may_share_prefixes
 from llmrl.modules.llm.vision import vision_tower
 
@@ -40,6 +41,7 @@ class ModelShape:
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
                        ``kept_after`` by the norm and the output head after them; ``kept_pairs`` by the attention of
                        a layer, per pair of tokens of a row
+    ``recomputed``     the part of ``kept`` that `keep_less` leaves out
     ``linears``        for linear layers of decoder layers, by the last part of their names: their total parameters,
                        and the total parameters of rank-1 adapters on them
     ``ends``           parameters of the embedding and of the output layer, by the last part of their names; of two
@@ -50,6 +52,7 @@ class ModelShape:
     ``largest_weight`` parameters of the largest weight
     ``splits``         True if sequences can be split over ranks that share the heads
     ``shares``         True if rows that begin alike may be computed with their beginning once (`share_prefixes`)
+    ``by_row``         True if the attention of packs is computed row by row on a CPU (`row_attention`)
     ``cached``         values that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
 
@@ -69,10 +72,12 @@ class ModelShape:
     largest_kept: dict[Arithmetic, float]
     kept_after: dict[Arithmetic, float]
     kept_pairs: dict[Arithmetic, float]
+    recomputed: dict[Arithmetic, float]
     keeps_scores: bool = False
     frozen: int = 0
     splits: bool = False
     shares: bool = False
+    by_row: bool = False
     frozen_products: int = 0
     matrices: int = 0
     rows: dict[int, int] = field(default_factory=dict)
@@ -85,11 +90,16 @@ class ModelShape:
         held = sum(size / rows * -(-rows // ranks) for rows, size in self.rows.items())
         return held / sum(self.rows.values())
 
-    def activations(self, tokens: float, arithmetic: Arithmetic, *, length: int, checkpointing: bool) -> float:
-        """Bytes kept for the backward pass of ``tokens`` tokens in rows padded to ``length``, without the logits."""
+    def activations(
+        self, tokens: float, arithmetic: Arithmetic, *, length: int, checkpointing: bool, less: bool = False
+    ) -> float:
+        """Bytes kept for the backward pass of ``tokens`` tokens in rows padded to ``length``, without the logits.
+
+        less  after `keep_less`
+        """
         width = 2 if arithmetic == "bfloat16" else 4  # bytes per value between layers
         inputs = self.num_blocks * width * self.hidden
-        blocks = self.kept[arithmetic] + self.num_blocks * length * self.kept_pairs[arithmetic]
+        blocks = self.kept[arithmetic] - less * self.recomputed[arithmetic] + self.num_blocks * length * self.kept_pairs[arithmetic]
         return tokens * ((inputs if checkpointing else blocks) + self.kept_after[arithmetic])
 
     def largest_block_keeps(self, tokens: float, arithmetic: Arithmetic, *, length: int) -> float:
@@ -158,7 +168,9 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         splits=why_not_split(model, 1) is None,
         # Routers count the experts of every row's tokens.
         shares=may_share_prefixes(model) and all(weight.ndim < 3 for block in blocks for weight in block.parameters()),
+        by_row=may_attend_by_row(model),
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
+        recomputed={kind: sum(_recomputed(block, config, kind) for block in blocks) for kind in _BYTES},
         kept_pairs={kind: _pair_bytes(config, kind) for kind in _BYTES},
         keeps_scores=config._attn_implementation == "eager",
     )
@@ -257,6 +269,14 @@ def _pair_bytes(config: Any, kind: Arithmetic) -> float:
     # the scores of each head: capped by tanh, their float32 softmax, and its copy in the precision of the product
     capped = product if getattr(config, "attn_logit_softcapping", None) else 0
     return config.num_attention_heads * (capped + 4 + (product if product < 4 else 0))
+
+
+def _recomputed(block: nn.Module, config: Any, kind: Arithmetic) -> float:
+    """Bytes per token that a gated MLP need not keep, its activation and its product, and the RMS norms of a layer."""
+    is_gated = any(hasattr(part, "gate_proj") and hasattr(part, "act_fn") for part in block.modules())
+    norms = sum(type(part).__name__.endswith("RMSNorm") for part in block.children())
+    inner = 2 * _BYTES[kind][1] * getattr(config, "intermediate_size", 0) * is_gated
+    return inner + norms * _BYTES[kind][0] * config.hidden_size
 
 
 def _kept(block: nn.Module, config: Any, query: int, key: int, kind: Arithmetic) -> float:

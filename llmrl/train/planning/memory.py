@@ -20,6 +20,7 @@ from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.data.lengths import RowLengths, tokens_at_once
 from llmrl.train.gpus import GPU, find_gpu
+from llmrl.train.models.recomputed import keeps_less
 from llmrl.train.models.lora import num_trained, saved_modules
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.settings.algorithms import PPOConfig
@@ -231,7 +232,8 @@ def _activations(
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
         return passing + tokens * shape.kept_after[arithmetic]
-    return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing)
+    less = keeps_less(config, shape.hidden, on_gpu=on_gpu)
+    return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing, less=less)
 
 
 def _tokens(
@@ -243,7 +245,8 @@ def _tokens(
     rows = -(-rows // config.updates_per_step) if isinstance(config, GRPOConfig) else rows
     shares = shape.shares and split == 1
     budget = tokens_at_once(config.tokens_per_microbatch, shape.parameters, on_gpu=on_gpu)
-    most, mask = lengths.most_at_once(rows, budget, config.packing, shares)
+    by_row = shape.by_row and not on_gpu and not config.memory.compile
+    most, mask = lengths.most_at_once(rows, budget, config.packing, shares, by_row)
     return most / split, mask
 
 
