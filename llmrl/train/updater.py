@@ -28,8 +28,8 @@ from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import attends_by_row, evaluating
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.row_attention import active_rows, rows_apart
 from llmrl.modules.llm.routers import active_routes, same_routes
+from llmrl.modules.llm.row_attention import active_rows, rows_apart
 from llmrl.modules.llm.shared_prefixes import can_share_prefixes
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.functional import StepCounts, entropy_threshold

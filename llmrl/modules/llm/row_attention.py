@@ -1,8 +1,8 @@
 """Attention of packed rows one row at a time, for devices without a kernel for rows of several lengths.
 
-With a mask, attention computes all pairs of a pack's tokens, so a pack is only as wide as its longest row and has filling
-at its end. Here `scaled_dot_product_attention` is called for each row, with the causal mask of its kernel: a single pack
-then holds all rows, without filling, and only pairs within a row are computed.
+With a mask, attention computes all pairs of a pack's tokens, so a pack is only as wide as its longest row and has
+filling at its end. Here `scaled_dot_product_attention` is called for each row, with the causal mask of its kernel: a
+single pack then holds all rows, without filling, and only pairs within a row are computed.
 """
 
 from __future__ import annotations

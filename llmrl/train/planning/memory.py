@@ -20,8 +20,8 @@ from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.data.lengths import RowLengths, tokens_at_once
 from llmrl.train.gpus import GPU, find_gpu
-from llmrl.train.models.recomputed import keeps_less
 from llmrl.train.models.lora import num_trained, saved_modules
+from llmrl.train.models.recomputed import keeps_less
 from llmrl.train.models.shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.settings.algorithms import PPOConfig
 from llmrl.train.settings.grpo import GRPOConfig
