@@ -167,6 +167,15 @@ def test_groups_of_equal_rewards_can_be_dropped():
     assert written(bounded.inv(batch([1, 1, 2, 2, 3, 3], [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))) == {2: [-0.5, 0.5]}
 
 
+def test_groups_whose_rewards_hardly_differ_can_be_dropped_as_equal_ones():
+    given = [0.5, 0.75, NAN, 0.0, 1.0, 0.25, 0.25, 0.25, 0.25]  # spreads of 0.25 without the failure, 1 and 0
+    for spread, groups in ((0.0, {1, 2}), (0.25, {2}), (1.0, set())):
+        advantage = MCAdvantage(3, scale="none", on_zero_variance="drop", min_spread=spread)
+        out = advantage.inv(batch([1, 1, 1, 2, 2, 2, 3, 3, 3], given))
+        assert set(written(out) if out is not None else ()) == groups
+        assert advantage.counters["zero_variance"] == 3 - len(groups)
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
 def test_failed_rewards_are_left_out_and_counted(split, bad):
@@ -262,6 +271,8 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "trajectory_return": "last"}, "'last'"),
         ({"grpo_size": 4, "scale": "std"}, "'std'"),
         ({"grpo_size": 4, "on_zero_variance": "raise"}, "'raise'"),
+        ({"grpo_size": 4, "min_spread": 0.1}, "needs on_zero_variance='drop', without reward_weights: got 0.1"),
+        ({"grpo_size": 4, "min_spread": -0.1, "on_zero_variance": "drop"}, "at least 0"),
         ({"grpo_size": 4, "keep_return_bounds": (1.0, 0.0)}, "low < high"),
         ({"grpo_size": 4, "keep_return_bounds": (0.0,)}, "low < high"),
         ({"grpo_size": 4, "eps": -1.0}, "-1.0"),

@@ -202,6 +202,7 @@ WITHOUT_EFFECT = [  # recipe, a setting without effect, and what gives it one
     ("grpo", "env.declare_tools=true", "env.tools=[calculator] env.max_turns=2"),
     ("grpo", "env.name=gsm8k env.reward_deadline_s=3", "env.reward=vowels:share"),
     ("grpo", "refill_rounds=9", "zero_variance=refill"),
+    ("grpo", "zero_variance=keep min_spread=0.1", "zero_variance=drop"),
     ("grpo", "grpo.scale=raw zero_variance=keep", "grpo.scale=group"),
     ("grpo", "grpo.kl_estimator=k2", "grpo.kl=0.1"),
     ("grpo", "grpo.observation=0.1", "env.max_turns=2"),

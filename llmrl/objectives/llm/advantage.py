@@ -87,6 +87,7 @@ class MCAdvantage(Transform):
         min_group_size: int | None = None,
         max_queued_groups: int = 1024,
         on_zero_variance: Literal["keep", "drop"] = "keep",
+        min_spread: float = 0.0,
         policy_version_key: NestedKey | None = "policy_version",
         whiten: bool = False,
         mask_key: NestedKey = ("masks", "all_assistant_mask"),
@@ -106,6 +107,7 @@ class MCAdvantage(Transform):
         self.scale, self.eps, self.whiten, self.reward_weights = scale, eps, whiten, reward_weights
         self.min_group_size = max(2, math.ceil(grpo_size / 2)) if min_group_size is None else min_group_size
         self.max_queued_groups, self.on_zero_variance = max_queued_groups, on_zero_variance
+        self.min_spread = min_spread
         self.candidate_group_size = candidate_group_size
         self.candidate_selection_min_size = candidate_selection_min_size
         self.candidate_selector = candidate_selector
@@ -146,6 +148,12 @@ class MCAdvantage(Transform):
         yield (
             self.scale != "raw" or self.on_zero_variance == "keep",
             "on_zero_variance='drop' is not supported with scale='raw', where equal rewards teach too",
+        )
+        yield (
+            self.min_spread == 0
+            or (self.min_spread > 0 and self.on_zero_variance == "drop" and not self.reward_weights),
+            f"min_spread must be at least 0, and above 0 needs on_zero_variance='drop', without reward_weights: got "
+            f"{self.min_spread}",
         )
         yield (
             bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
@@ -343,10 +351,11 @@ class MCAdvantage(Transform):
         return torch.stack(parts) if isinstance(advantages, Tensor) else parts
 
     def _rules(self, rewards: GroupRewards) -> tuple[Tensor, Tensor]:
-        """Two masks bool[N]: groups whose values are all equal, and those whose mean return is within the bounds."""
+        """Masks bool[N]: groups whose values differ by at most ``min_spread``; with a mean return within the bounds."""
         # compares values, not the std with 0: the std of equal rewards can be a rounding error above 0
         values_NC = rewards.values_NC
-        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
+        spread_N = values_NC.nan_to_num(-torch.inf).amax(1) - values_NC.nan_to_num(torch.inf).amin(1)
+        equal_N = spread_N <= self.min_spread
         if self.keep_return_bounds is None:
             return equal_N, torch.ones_like(equal_N)
         low, high = self.keep_return_bounds

@@ -70,7 +70,12 @@ class Distill(Algorithm):
 
     def __init__(self, options: DistillSettings, *, group_size: int, advantage: Any, grpo: GRPOSettings):
         # Groups of equal rewards have the teacher's gradient.
-        super().__init__(options, group_size=group_size, advantage={**advantage, "on_zero_variance": "keep"}, grpo=grpo)
+        super().__init__(
+            options,
+            group_size=group_size,
+            advantage={**advantage, "on_zero_variance": "keep", "min_spread": 0.0},
+            grpo=grpo,
+        )
 
     @property
     def teacher_settings(self) -> DistillSettings:

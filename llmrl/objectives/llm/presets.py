@@ -55,7 +55,9 @@ class Preset:
         if chosen.get("whiten"):
             words += ", whitened over the tokens of the batch"
         if chosen.get("on_zero_variance") == "drop":
-            words += "; groups with equal rewards are dropped"
+            spread = chosen.get("min_spread")
+            which = f"whose rewards differ by at most {spread:g}" if spread else "with equal rewards"
+            words += f"; groups {which} are dropped"
         return {"advantage": words, **(settings or GRPOSettings()).over(self.settings).complete().describe()}
 
 

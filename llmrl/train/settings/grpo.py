@@ -78,6 +78,9 @@ class GRPOConfig(ModelSource):
         "drop",
         description="groups of equal rewards: left out of the step, kept in its mean, or replaced by others",
     )
+    min_spread: float = Field(
+        0.0, ge=0, description="rewards of a group that differ by at most this are equal ones for zero_variance"
+    )
     refill_rounds: int = Field(
         3,
         ge=1,
@@ -219,12 +222,18 @@ class GRPOConfig(ModelSource):
             self._check_mix(advantage)
         if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
             advantage["on_zero_variance"] = "keep" if self.zero_variance == "keep" else "drop"
+            advantage["min_spread"] = self.min_spread
         if own.multi_objective_aggregation == "normalize_then_sum":
             if self.env.rewards is None or self.env.max_turns > 1:
                 raise ConfigError(
                     "grpo.multi_objective_aggregation: normalize_then_sum needs env.rewards, a list, and one turn "
                     f"(env.max_turns 1): got {'none' if self.env.rewards is None else len(self.env.rewards)} and "
                     f"{self.env.max_turns} turns."
+                )
+            if self.min_spread:
+                raise ConfigError(
+                    "min_spread: is not supported with grpo.multi_objective_aggregation normalize_then_sum, which "
+                    f"compares each reward alone: got {self.min_spread:g}; leave one out."
                 )
             if advantage["scale"] in ("batch", "raw") or advantage.get("whiten"):
                 raise ConfigError(

@@ -109,6 +109,10 @@ _NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "env.declare_tools": (lambda config: config.env.tools, _TOOLS),
     "env.reward_deadline_s": (_runs_functions, "a function as a reward: env.reward, or fn in env.rewards"),
     "refill_rounds": (lambda config: config.zero_variance == "refill", "zero_variance=refill"),
+    "min_spread": (
+        lambda config: _compares_in_groups(config) and config.zero_variance != "keep",
+        "groups that are left out for equal rewards: zero_variance=drop or refill",
+    ),
     "zero_variance": (_compares_in_groups, "an advantage within groups: not grpo.scale=raw"),
     "grpo.observation": (lambda config: config.env.max_turns > 1, "observations: env.max_turns above 1"),
     "grpo.clip": (
