@@ -4,7 +4,8 @@ import pytest
 
 SOURCE = """
 def only_some_teach(completion, answer):
-    return 0.0 if int(answer) % 2 else sum(map(ord, completion)) % 97
+    number = sum(map(ord, completion)) % 97
+    return number % 2 / 10 if int(answer) % 2 else number
 
 def none_teaches(completion, answer):
     return 1.0
@@ -31,10 +32,12 @@ def by_step(rollouts):
 
 
 def test_a_step_is_refilled_to_its_number_of_groups(run):
-    steps, rollouts = run("only_some_teach", zero_variance="refill", refill_rounds=8, updates_per_step=2)
+    settings = {"zero_variance": "refill", "refill_rounds": 8, "min_spread": 0.1, "updates_per_step": 2}
+    steps, rollouts = run("only_some_teach", **settings)
     for number, rows in by_step(rollouts).items():
         trained = {row.group for row in rows if row.advantage is not None}
         assert len(trained) == 4
+        assert all(int(row.columns["answer"]) % 2 == 0 for row in rows if row.advantage is not None)
         assert len(rows) % 16 == 0
         assert steps[number - 1]["group/kept_frac"] == pytest.approx(4 / (len(rows) / 4))
     assert len(rollouts) > 3 * 16
