@@ -72,6 +72,7 @@ METRICS: dict[str, str] = {
     "async/staleness_max": "the largest",
     "async/produced": "groups sampled since the run began: delivered, dropped, or queued",
     "async/delivered": "those that a step took",
+    "async/moved": "those of them that another rank trained than sampled: the other ranks were slower",
     "async/delivered_frac": "those that a step took, as a share of those taken or dropped; below 1 the slow ones lack",
     "async/dropped_old": "finished groups that were older than max_staleness when a step would have taken them",
     "async/dropped_stragglers": "unfinished groups that were given up because they would have become too old",

@@ -71,8 +71,8 @@ def test_a_step_waits_less_for_the_slowest_when_more_groups_are_begun():
 class Gate(FakeEngine):
     """Answers at once, but calls with seeds of ``held`` wait until `opened`; None: all calls."""
 
-    def __init__(self, held=()):
-        super().__init__(["yes", "no"], tokenizer=tiny_tokenizer())
+    def __init__(self, held=(), answers=("yes", "no")):
+        super().__init__(list(answers), tokenizer=tiny_tokenizer())
         self.held, self.opened, self.asked = held, threading.Event(), []
 
     def generate(self, prompts, params, *, seeds=None):
@@ -82,8 +82,16 @@ class Gate(FakeEngine):
         return super().generate(prompts, params, seeds=seeds)
 
 
-def queue_of(engine, *, groups=2, **settings):
+class Broken(Gate):
+    def generate(self, prompts, params, *, seeds=None):
+        raise RuntimeError("no engine")
+
+
+def queue_of(engine, *, groups=2, session=None, **settings):
     options = {"num_envs": 2, "repeats": 2, "group_repeats": True, "shuffle": False, "seed": 0, "max_steps": 1}
+    if session is not None:
+        settings["session"] = session
+        options |= {"rank": session.rank, "world_size": session.world_size}
     env = DatasetChatEnv(dataset=[{"query": f"{n}?"} for n in range(9)], **options)
     policy = LLMWrapperBase(engine, tokenizer=engine.tokenizer)
     collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, track_policy_version=True)
@@ -157,15 +165,70 @@ def test_a_resumed_run_with_more_than_it_needs_runs_ahead_again_when_that_is_tak
 
 
 def test_an_error_of_sampling_is_raised_where_its_rows_are_taken():
-    class Broken(Gate):
-        def generate(self, prompts, params, *, seeds=None):
-            raise RuntimeError("no engine")
-
     queue = queue_of(Broken())
     queue.begin_next(1)
     with pytest.raises(RuntimeError, match="no engine"):
         queue.take(0)
     queue.close()
+
+
+SHARED = """
+import threading
+
+from llmrl.errors import LLMRLError
+from llmrl.train.distributed import Session
+from tests.recipes.test_rollout_queue import Broken, Gate, config, queue_of, wait_until
+
+def check(session, data, rank_of):
+    # Each rank trains two whole groups; rank_of has the rank that sampled each.
+    own = list(zip(data["group_id"].tolist(), data["seed"].tolist(), data["text"].response, strict=True))
+    ranks = session.gather([(sorted(map(str, data.keys(True, True))), own)])
+    assert ranks[0][0] == ranks[1][0], "rows of others have the same columns"
+    assert [len({group for group, _, _ in rows}) for _, rows in ranks] == [2, 2]
+    rows = [row for _, rows in ranks for row in rows]
+    assert sorted(group for group, _, _ in rows) == sorted(2 * list(rank_of)), rows
+    assert len({seed for _, seed, _ in rows}) == 8
+    assert {group: said[:1] for group, _, said in rows} == {group: str(rank) for group, rank in rank_of.items()}, rows
+
+def main():
+    with Session(config()) as session:
+        engine = Gate(held=None, answers=[f"{session.rank}"])
+        queue = queue_of(engine, session=session)
+        queue.begin_next(9)
+        threading.Timer(0.5, engine.opened.set).start()
+        check(session, queue.take(0), {0: 0, 1: 1, 2: 0, 3: 1})  # each rank's own
+        engine.held = None if session.rank == 0 else ()
+        engine.opened.clear()
+        queue.begin_next(9)  # two steps, as the first was waited for
+        wait_until(lambda: len(engine.asked) == 6)
+        engine.version = 1
+        check(session, queue.take(1), {5: 1, 7: 1, 9: 1, 11: 1})  # rank 0 does not stop the step
+        engine.version = 2
+        threading.Timer(0.5, engine.opened.set).start()
+        data = queue.take(2)
+        assert engine.opened.is_set(), "what was begun by version 0 is due, so the step waits for it"
+        check(session, data, {4: 0, 6: 0, 8: 0, 10: 0})
+        totals = session.gather([queue.totals()])
+        assert [(each["delivered"], each["moved"]) for each in totals] == [(6, 2), (6, 2)], totals
+        queue.close()
+
+        queue = queue_of(Broken() if session.rank else Gate(), session=session)
+        try:
+            queue.take(0)
+        except (LLMRLError, RuntimeError) as error:
+            assert "no engine" in str(error) and isinstance(error, LLMRLError) == (session.rank == 0), error
+        else:
+            raise AssertionError("an error of one rank is raised on both")
+        queue.close()
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_step_takes_what_is_finished_on_any_rank_and_waits_for_a_slow_one_when_its_groups_are_due(place):
+    place.module("shared", SHARED)
+    place.ranks(module="shared")
 
 
 def config(grpo=None, updates_per_step=1, **rollout):

@@ -41,6 +41,7 @@ class Row:
 @dataclass(eq=False)
 class Call:
     rows: list
+    seed: int
     stopped: threading.Event
     answered: threading.Event = field(default_factory=threading.Event)
 
@@ -66,7 +67,7 @@ class SimulatedEngine(Engine):
 
     def generate(self, prompts, params, *, seeds=None):
         rows = [Row(self._length(seed), marks=[(0, self.version)]) for seed in seeds]
-        call = Call(rows, getattr(self.local, "stopped", threading.Event()))
+        call = Call(rows, seeds[0], getattr(self.local, "stopped", threading.Event()))
         with self._lock:
             self._calls.append(call)
         assert call.answered.wait(PATIENCE_S)
@@ -98,7 +99,7 @@ class SimulatedEngine(Engine):
                     row.aborted = True
                 else:
                     row.marks = [*(row.marks if row.num_tokens else []), (row.num_tokens, version)]
-        self._answer()
+        self._answer_all()
 
     def close(self):
         pass
@@ -108,10 +109,10 @@ class SimulatedEngine(Engine):
     def run_for(self, duration):
         """The rows are drawn for so long."""
         end = self.now + duration
+        self._answer_all()
         while self.now < end:
-            self._settle()
             self._advance(end)
-        self._settle()
+            self._answer_all()
 
     @contextmanager
     def driving(self):
@@ -149,6 +150,8 @@ class SimulatedEngine(Engine):
 
     def _advance(self, end):
         """To the end of the next answer, or to ``end``."""
+        if self._answer():
+            return
         rows = [row for call in self._calls for row in call.rows if not row.is_done]
         token_time = 1 + len(rows) / self._half
         left = min((row.length - row.drawn for row in rows), default=float("inf"))
@@ -159,12 +162,21 @@ class SimulatedEngine(Engine):
         self.now += left * token_time
         self._answer()
 
+    def _answer_all(self):
+        self._settle()
+        while self._answer():
+            self._settle()
+
     def _answer(self):
+        """Answers a call that is over, and returns True; one by one, so that of calls that end together the same is
+        the first in every simulation."""
         with self._lock:
             over = [call for call in self._calls if all(row.is_done for row in call.rows)]
-            self._calls = [call for call in self._calls if call not in over]
-        for call in over:
-            call.answered.set()
+            if over:
+                first = min(over, key=lambda call: call.seed)
+                self._calls.remove(first)
+                first.answered.set()
+        return bool(over)
 
 
 @dataclass

@@ -1,25 +1,35 @@
-"""Rollouts ahead of the trainer: begun in order, sampled by threads, taken when they are finished."""
+"""Rollouts ahead of the trainer: begun in order, sampled by threads, taken when they are finished.
+
+Each rank begins its share of the prompts. A step takes the first groups that are finished on any rank, so that a rank
+whose engine is slower does not stop the others.
+"""
 
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.policies.columns import from_plain, to_plain
+from llmrl.train.rollouts.due import Begun, due, trained_by
 from llmrl.train.rollouts.row_source import RowSource
 from llmrl.train.rollouts.step import oldest_versions
 
-_COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restarted")
+if TYPE_CHECKING:
+    from llmrl.train.distributed import Session
+
+_COUNTS = ("produced", "delivered", "moved", "dropped_old", "dropped_stragglers", "restarted")
+_LOOK_AROUND_S = 0.02  # between two looks at what the other ranks have finished
 
 
 @dataclass(eq=False)
@@ -29,25 +39,27 @@ class _Part:
     number   position in the order in which parts were drawn
     before   the source's state before the part: a resumed run restarts there if the part is unfinished
     run      samples the conversations in the calling thread; None if they are finished
-    version  of the weights when the part was begun
+    version  of the weights when a thread began to sample it; infinity: none has, so it does not get older
+    oldest   of those that sampled its oldest token
     """
 
     number: int
     before: dict[str, Any]
     run: Callable[[threading.Event], TensorDictBase] | None
-    version: int = 0
+    version: float = math.inf
     stopped: threading.Event = field(default_factory=threading.Event)
     data: TensorDictBase | None = None
+    oldest: int = 0
     error: BaseException | None = None
 
 
 class RolloutQueue:
-    """The rollouts of the next steps of one rank, sampled while the trainer updates.
+    """The rollouts of the next steps, sampled while the trainer updates: this rank's part of the queue of all ranks.
 
     A part is one group, during which weights may change; or, with ``max_staleness`` 1 and no ``oversample``, all groups
-    of a step, sampled by one version.
+    of a step of this rank, sampled by one version.
 
-    groups         per step, of ``group_size`` conversations each
+    groups         per step and rank, of ``group_size`` conversations each
     max_staleness  k: rollouts of at most k steps are queued or in flight; of fewer if the trainer does not have to wait
                    for them, because an earlier start would only make them older. A step waits for the groups that would
                    be more than k versions old in later steps, so slow groups are trained as often as fast ones
@@ -55,6 +67,7 @@ class RolloutQueue:
                    whose oldest token would be more than k versions old are dropped
     concurrency    the maximum number of concurrent conversations; None: all
     modes          returns a context that each thread enters, such as autocast
+    session        of the ranks that share their groups; None: this rank trains its own
     """
 
     def __init__(
@@ -67,10 +80,14 @@ class RolloutQueue:
         oversample: float = 0.0,
         concurrency: int | None = None,
         modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        session: Session | None = None,
     ):
         self._rows, self._modes = rows, modes
         self.by_group = max_staleness > 1 or oversample > 0
         self._max_staleness, self._group_size = max_staleness, group_size
+        is_shared = self.by_group and session is not None and session.world_size > 1
+        self._session = session if is_shared else None
+        self._rank, self._num_ranks = (session.rank, session.world_size) if is_shared else (0, 1)
         self._steps_ahead = 1  # at most max_staleness
         self._parts_per_step = groups if self.by_group else 1
         self._surplus = math.ceil(oversample * groups)
@@ -104,31 +121,29 @@ class RolloutQueue:
 
         Waits for those that later steps could only use too late, unless more are begun than trained (``oversample``).
         Drops groups that are too old, and begins more if too few are in flight. Then stops unfinished groups that
-        would be too old for the next step.
+        would be too old for the next step. If ranks share their groups it is a collective, and each returns as many.
 
         Raises  the error of sampling; RolloutError if the queue is closed
         """
-        with self._changed:
-            self._check_open()
-            # Adapt how far to sample ahead: one step more if the trainer is about to wait, one less if a whole spare
-            # step is finished, because it only gets older.
-            spare = len(self._finished) - self._parts_per_step
-            if spare < 0 and self.in_progress:
-                self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
-            elif spare >= self._parts_per_step:
-                self._steps_ahead = max(1, self._steps_ahead - 1)  # at 0 no part would ever be begun again
+        clock, count = time.perf_counter(), self._parts_per_step * self._num_ranks
+        waits_for = 0 if self._surplus else self._max_staleness
+        groups = self._begun(version)
+        # Adapt how far to sample ahead: one step more if the trainer is about to wait, one less if a whole spare step
+        # is finished, because it only gets older.
+        spare = sum(group.is_finished for group in groups) - count
+        if groups and due(groups, version, count, waits_for) is None:
+            self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
+        elif spare >= count:
+            self._steps_ahead = max(1, self._steps_ahead - 1)  # at 0 no part would ever be begun again
         self._fill(self._parts_per_step + self._surplus)
-        taken: list[_Part] = []
-        while len(taken) < self._parts_per_step:
-            part = self._next_finished(version, self._parts_per_step - len(taken))
-            if version - min(oldest_versions(part.data)) > self._max_staleness:
-                self.counts["dropped_old"] += 1
-                # Begin another: every step trains the full number of groups, however long that takes.
-                self._fill(self._parts_per_step - len(taken))
-            else:
-                self.counts["delivered"] += 1
-                taken.append(part)
+        while (chosen := due(groups := self._begun(version), version, count, waits_for)) is None:
+            self._wait_for_change(sum(group.is_finished for group in groups if group.rank == self._rank))
+        self._trainer_idle += time.perf_counter() - clock
+        own = {group.number: group for group in chosen if group.rank == self._rank}
         with self._changed:
+            taken = {own[part.number]: part for part in self._finished if part.number in own}
+            self._finished = [part for part in self._finished if part.number not in own]
+            self.counts["delivered"] += len(taken)
             # The next step trains version + 1, so parts that were begun k versions ago are too old for it.
             for part in [p for p in self._unfinished if self.by_group and p.version <= version - self._max_staleness]:
                 part.stopped.set()
@@ -136,7 +151,45 @@ class RolloutQueue:
                 self.counts["produced"] += 1
                 self.counts["dropped_stragglers"] += 1
             self._note_end()
-        return cat_rows([part.data for part in taken])
+        with self._session.raises_on_all() if self._session else nullcontext():
+            for part in taken.values():
+                if part.error is not None:
+                    raise part.error
+        return cat_rows(self._deal(chosen, {group: part.data for group, part in taken.items()}))
+
+    def _begun(self, version: int) -> list[Begun]:
+        """What is begun on all ranks and not taken; a collective. First drops this rank's groups that are too old."""
+        with self._changed:
+            kept = [p for p in self._finished if p.error is not None or version - p.oldest <= self._max_staleness]
+            dropped, self._finished = len(self._finished) - len(kept), kept
+            self.counts["dropped_old"] += dropped
+        if dropped:  # begin others: every step trains the full number of groups, however long that takes
+            self._fill(self._parts_per_step)
+        with self._changed:
+            self._check_open()
+            states = (self._finished, True), (self._unfinished, False)
+            own = [Begun(part.number, self._rank, part.version, ended) for parts, ended in states for part in parts]
+        return self._session.gather(own) if self._session else own
+
+    def _wait_for_change(self, num_finished: int) -> None:
+        """Returns when this rank has more or fewer finished parts than these, or when others may have."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or len(self._finished) != num_finished, _LOOK_AROUND_S if self._session else None
+            )
+
+    def _deal(self, chosen: Sequence[Begun], own: dict[Begun, Any]) -> list[TensorDictBase]:
+        """The rows of the groups that this rank trains, ``own`` or sent by others."""
+        ranks = trained_by(chosen, self._num_ranks)
+        if self._session and any(group.rank != rank for group, rank in ranks.items()):
+            messages = []
+            for to in range(self._num_ranks):
+                given = {group: to_plain(own[group]) for group in own if ranks[group] == to != self._rank}
+                self.counts["moved"] += len(given)
+                messages.append(pickle.dumps(given, pickle.HIGHEST_PROTOCOL) if given else b"")
+            for message in filter(None, self._session.exchange(messages)):
+                own |= {group: from_plain(rows) for group, rows in pickle.loads(message).items()}
+        return [own[group] for group in chosen if ranks[group] == self._rank]
 
     def wait(self) -> None:
         """Returns when no part is being sampled, or the queue is closed."""
@@ -176,7 +229,6 @@ class RolloutQueue:
         """Begins parts until ``count`` are in flight or finished."""
         while len(self._unfinished) + len(self._finished) < count:
             part = self._drawn.pop(0) if self._drawn else self._draw()
-            part.version = self._rows.policy_version
             with self._changed:
                 if not self._unfinished:
                     self._engine_idle += time.perf_counter() - self._ended
@@ -192,6 +244,7 @@ class RolloutQueue:
 
     def _sample(self, part: _Part) -> None:
         data = error = None
+        part.version = self._rows.policy_version
         try:
             with self._modes():
                 # Converted to the checkpoint format and back, so that a resumed run trains on exactly the same columns.
@@ -201,7 +254,7 @@ class RolloutQueue:
         with self._changed:
             if part.stopped.is_set():  # by `take`, which counted it as dropped, or by `close`
                 return
-            part.data, part.error = data, error
+            part.data, part.error, part.oldest = data, error, 0 if data is None else min(oldest_versions(data))
             self._unfinished.remove(part)
             self._finished.append(part)
             self.counts["produced"] += 1
@@ -211,33 +264,6 @@ class RolloutQueue:
         if not self._unfinished:
             self._ended = time.perf_counter()
         self._changed.notify_all()
-
-    def _next_finished(self, version: int, left: int) -> _Part:
-        """The first begun of the finished parts of which the step, which lacks ``left`` parts, must take one."""
-        clock = time.perf_counter()
-        with self._changed:
-            latest = math.inf if self._surplus else self._latest_version(version, left)
-            self._changed.wait_for(lambda: self._closed or any(p.version <= latest for p in self._finished))
-            self._check_open()
-            part = min((p for p in self._finished if p.version <= latest), key=lambda part: part.number)
-            self._finished.remove(part)
-        self._trainer_idle += time.perf_counter() - clock
-        if part.error is not None:
-            raise part.error
-        return part
-
-    def _latest_version(self, version: int, left: int) -> float:
-        """The version up to which the next part of the step must have been begun; infinity: any part will do.
-
-        Parts begun by weights up to ``version - k + later`` must be trained in this step or the next ``later`` ones. If
-        they would fill all of these steps, this step has to take one of them.
-        """
-        versions = [part.version for part in (*self._finished, *self._unfinished)]
-        for later in range(self._max_staleness):
-            latest = version - self._max_staleness + later
-            if sum(v <= latest for v in versions) >= left + later * self._parts_per_step:
-                return latest
-        return math.inf
 
     def _check_open(self) -> None:
         if self._closed:
@@ -271,5 +297,5 @@ class RolloutQueue:
                 self._num_drawn += 1
                 data = from_plain(part["rows"])
                 oldest = min(oldest_versions(data))
-                self._finished.append(_Part(self._num_drawn, part["before"], None, oldest, data=data))
+                self._finished.append(_Part(self._num_drawn, part["before"], None, oldest, data=data, oldest=oldest))
         self._rows.load_state_dict(state["collector"])

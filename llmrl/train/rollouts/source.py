@@ -54,6 +54,7 @@ class RolloutSource:
                 oversample=settings.oversample,
                 concurrency=settings.concurrency,
                 modes=session.autocast,
+                session=session,
             )
         self._engine.take_gauges()  # resets them: the first step starts here
         self._trained = 0  # the version that this step's rollouts train
