@@ -86,9 +86,10 @@ def test_levels_go_up_and_down_by_the_mean_of_their_last_groups():
     assert easier / level == pytest.approx(0.1, abs=3 * (0.1 * 0.9 / level) ** 0.5), (
         "a few of the easier level come again"
     )
-    found = [level for level, _ in learn(order, (0.5, 0.0, 0), 3, first=44)]
+    assert {level for level, _ in learn(order, (0.5, 0.1, 0), 3, first=44)} == {1}, "a hard level that teaches is kept"
+    found = [level for level, _ in learn(order, (0.5, 0.0, 0), 3, first=47)]
     assert found == [1, 0, 0], "a level that is too hard is left"
-    learn(order, (1, 1, 1), 5, first=47)
+    learn(order, (1, 1, 1), 5, first=50)
     assert order.level == 2, "the last level is not left upwards"
 
 

@@ -36,7 +36,9 @@ class LevelSettings(Settings):
 
     column: str = Field("level", description="column of the data with the level of a prompt, a number")
     above: float = Field(0.8, description="a mean reward of more than this: the next level")
-    below: float = Field(0.2, description="a mean reward of less than this: the level before")
+    below: float = Field(
+        0.05, description="a mean reward of less than this: the level before; one of 0.1 still teaches"
+    )
     window: int = Field(16, ge=1, description="groups of the level whose mean reward counts, the last ones")
     easier: float = Field(
         0.1, ge=0.02, le=1, description="chance of a prompt of an easier level, in proportion to those of the level"
@@ -70,7 +72,7 @@ class CurriculumSettings(Settings):
     window: int = Field(4, ge=1, description="groups of a prompt whose mean reward counts, the last ones")
 
     levels: LevelSettings | None = Field(
-        None, description="of difficulty, one after the other: {above: 0.8, below: 0.2, window: 16}; null: all at once"
+        None, description="of difficulty, one after the other: {above: 0.8, below: 0.05, window: 16}; null: all at once"
     )
 
     @model_validator(mode="after")
