@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 import yaml
 
-from llmrl.commands import cli
+from llmrl.commands import cli, run_folder
 from llmrl.commands.new import KINDS
 from llmrl.commands.recipes import RECIPES, Recipe
 from llmrl.errors import ConfigError
@@ -258,7 +258,7 @@ def test_what_is_not_a_run_is_never_removed(run, run_llmrl, prepare, options, sa
 
 def test_the_model_that_a_run_starts_from_is_not_removed(run):
     with pytest.raises(ConfigError, match="has the model to start from"):
-        cli._remove(run, str(run.path))
+        run_folder._remove(run, str(run.path))
     assert run.path.is_dir()
 
 

@@ -12,16 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import operator
 import os
-import shutil
-import socket
 import sys
 import textwrap
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,27 +25,32 @@ from typing import Any
 import llmrl
 from llmrl.commands.parser import COMMANDS, RUN, Parser, option
 from llmrl.commands.recipes import RECIPES, load_run
+from llmrl.commands.run_folder import (
+    OF_ENVIRONMENT,
+    check_fixed,
+    error_file,
+    forget_steps,
+    lock_of,
+    new_run,
+    num_restarts,
+    on_all_ranks,
+    rank_here,
+    record_run,
+    run_of_name,
+)
 from llmrl.concurrency.parent_watchdog import follow_launcher
 from llmrl.errors import (
     ConfigError,
-    DataError,
-    DeadlineError,
     LLMRLError,
-    MissingDependencyError,
-    RunFolderError,
-    TemplateError,
     closest,
 )
 from llmrl.loading import load_object, user_place, user_traceback
 from llmrl.run.checkpoint import latest_checkpoint
-from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
-from llmrl.run.files import open_file
-from llmrl.run.masking import masked_arguments, masked_text
-from llmrl.run.model_names import resolve_model
+from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.run.masking import masked_text
 from llmrl.run.printable import printable
 from llmrl.run.run_dir import RunDir
 
-OF_ENVIRONMENT = (DataError, MissingDependencyError, RunFolderError, TemplateError)
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by users to choose how OpenMP threads wait
@@ -114,7 +115,7 @@ def _run(arguments: list[str]) -> int:
         _report(error)
         return ENVIRONMENT if isinstance(error, OF_ENVIRONMENT) else ABORTED
     except KeyboardInterrupt as interrupt:
-        if _rank() == 0:
+        if rank_here() == 0:
             print(f"interrupted{interrupt}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `llmrl show ... | head`
@@ -180,18 +181,17 @@ def _train(command: str, arguments: list[str]) -> int:
         raise ConfigError(f"llmrl {command}  --resume continues the run named by --name: give one")
     if options.overwrite and (options.name is None or options.resume):
         raise ConfigError(f"llmrl {command}  --overwrite replaces the run named by --name: give one, without --resume")
-    record = partial(_record, command=command, recipe=name, loaded=loaded, arguments=arguments)
-    run = _on_all_ranks(
+    record = partial(record_run, command=command, recipe=name, loaded=loaded, arguments=arguments)
+    run = on_all_ranks(
         lambda: (
-            (options.resume and _run_of_name(options, command, loaded, record))
-            or _new_run(options, name, loaded, record)
+            (options.resume and run_of_name(options, command, loaded, record)) or new_run(options, name, loaded, record)
         )
     )
-    with _lock(run), _error_file(run):
-        goes_on = options.resume or _num_restarts() > 0
+    with lock_of(run), error_file(run):
+        goes_on = options.resume or num_restarts() > 0
         resume = goes_on and latest_checkpoint(run.path) is not None
         if goes_on and not resume:
-            _forget_steps(run)
+            forget_steps(run)
         changes = {"on_start": lambda: record(run)} if options.resume else {}
         return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume, **changes)
 
@@ -284,7 +284,7 @@ def _check_early(config: Any, runs: Path, *, packages: bool = True, data: bool =
 
     if isinstance(config, early_checks.ModelSource):
         for remark in early_checks.check_run(config, runs=runs) if data else ():
-            if remark and _rank() == 0:
+            if remark and rank_here() == 0:
                 print(f"note          {remark}", file=sys.stderr)
         if packages:
             early_checks.check_packages(config)
@@ -304,14 +304,14 @@ def _resume(arguments: list[str]) -> int:
     changes = option("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
     options = Parser("resume RUN [section.key=value ...]", RUN, changes).parse(arguments)
     run = RunDir.open(options.run)
-    with _lock(run), _error_file(run):
+    with lock_of(run), error_file(run):
         recipe, info, loaded = load_run(run, options.overrides)
-        _check_fixed(run, loaded.config)
+        check_fixed(run, loaded.config)
         _check_launched("resume", loaded.config)
         _check_early(loaded.config, run.path.parent, data=False)
         resume = latest_checkpoint(run.path) is not None
         if not resume:
-            _forget_steps(run)
+            forget_steps(run)
 
         def write_settings() -> None:
             changed = {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
@@ -323,179 +323,20 @@ def _resume(arguments: list[str]) -> int:
         return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume, on_start=on_start)
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _error_file(run: RunDir) -> Iterator[None]:
-    """Appends the traceback of an error that ends the training to the run's error.txt; tells what Ctrl-C left."""
-    try:
-        yield
-    except (ConfigError, *OF_ENVIRONMENT):  # their messages say it all
-        raise
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        with suppress(OSError), open_file(run.path / "error.txt", "a+b") as file:
-            when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            file.write(f"{when}, rank {_rank()}\n{masked_text(text)}\n".encode())
-            error.written_to = run.path / "error.txt"  # type: ignore[attr-defined]
-        raise
-    except KeyboardInterrupt:
-        last = latest_checkpoint(run.path)
-        saved = "nothing was saved" if last is None else f"{last} was saved before; llmrl resume {run.path} goes on"
-        raise KeyboardInterrupt(f"; {saved}") from None
-
-
-def _forget_steps(run: RunDir) -> None:
-    """Removes the logs of steps that no checkpoint has: they are run again."""
-    if _rank() == 0:
-        run.metrics.unlink(missing_ok=True)
-        shutil.rmtree(run.rollouts, ignore_errors=True)
-
-
-def _new_run(options: argparse.Namespace, recipe: str, loaded: Loaded, record: Callable[[RunDir], None]) -> RunDir:
-    if _num_restarts() and (begun := _begun_by(_launch(), Path(options.runs))) is not None:
-        return begun
-    if options.overwrite:
-        _remove(RunDir(Path(options.runs) / options.name), getattr(loaded.config, "model", None))
-    run = RunDir.create(recipe, dump_config(loaded.config, loaded.origins), root=options.runs, name=options.name)
-    try:
-        record(run)
-    except RunFolderError:
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
-    return run
-
-
-def _remove(run: RunDir, model: Any) -> None:
-    """Removes a run that is to be replaced, if there is one, but not the ``model`` that the new one starts from."""
-    if not run.path.is_dir():
-        return
-    if isinstance(model, str):
-        source = Path(resolve_model(model, runs=run.path.parent)).resolve()
-        if run.path.resolve() in (source, *source.parents):
-            raise ConfigError(f"--overwrite  {run.path} has the model to start from, {model}; choose another name")
-    print(f"note          {run.remove()}", file=sys.stderr)
-
-
-def _run_of_name(
-    options: argparse.Namespace, command: str, loaded: Loaded, record: Callable[[RunDir], None]
-) -> RunDir | None:
-    """The run to resume, which may have been killed before it wrote its first file; None if there is none.
-
-    Raises  ConfigError if another command made it, or its fixed settings differ
-    """
-    run = RunDir(Path(options.runs) / options.name)
-    if not run.path.is_dir():
-        return None
-    if not run.info.exists():
-        record(run)
-    if (other := run.read_info().get("command")) != command:
-        raise ConfigError(f"--name  {run.path} is a run of {other}: choose another name for one of {command}")
-    _check_fixed(run, loaded.config)
-    return run
-
-
-def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: Sequence[str]) -> None:
-    info = {
-        "command": command,
-        "recipe": recipe,
-        "arguments": masked_arguments(arguments),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "llmrl": llmrl.__version__,
-        "python": sys.version.split()[0],
-        "origins": loaded.origins,
-        "defaults": {s.name: s.default for s in settings(type(loaded.config)) if s.name in loaded.origins},
-        "launch": _launch(),
-    }
-    run.write_config(dump_config(loaded.config, loaded.origins))
-    run.write_info(info)
-
-
-def _begun_by(launch: str, root: Path) -> RunDir | None:
-    """The run that this launch created before its launcher restarted the ranks."""
-    # Newest first: the run is among the most recent ones.
-    for run in sorted(map(RunDir, root.glob("*")), key=lambda run: run.path.stat().st_mtime, reverse=True):
-        with suppress(ConfigError):
-            if run.read_info().get("launch") == launch:
-                return run
-    return None
-
-
-def _launch() -> str:
-    """A name for one start by torchrun, the same after each of its restarts."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return name if name != "none" else f"{socket.gethostname()}:{os.getppid()}"
-
-
-def _num_restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _lock(run: RunDir) -> AbstractContextManager[None]:
-    """The run's lock; rank 0 holds it for all ranks."""
-    return run.lock() if _rank() == 0 else nullcontext()
-
-
-def _check_fixed(run: RunDir, config: Any) -> None:
-    """Raises ConfigError that names each changed setting that a resumed run must keep."""
-    before = load_config(type(config), run.read_config(), written=True).config
-    faults = []
-    for name in getattr(config, "FIXED", ()):
-        was, is_now = (operator.attrgetter(name)(values) for values in (before, config))
-        was, is_now = (value.model_dump() if hasattr(value, "model_dump") else value for value in (was, is_now))
-        if was != is_now:
-            faults.append(f"{name}  cannot change in a resumed run: was {was!r}, got {is_now!r}")
-    if faults:
-        raise ConfigError("\n".join([*faults, f"leave it out, or start a new run with model={run.path}"]))
-
-
-def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
-    """One run folder for all processes: rank 0 makes it and tells the others through the launcher's store."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return create()
-    from datetime import timedelta
-
-    from torch.distributed import rendezvous  # the settings are valid: torch is needed anyway
-
-    store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
-    # One key per restart: the store outlives the ranks and still holds the answer of the previous start.
-    key = f"llmrl/run/{_num_restarts()}"
-    if rank == 0:
-        try:
-            run = create()
-        except (ConfigError, RunFolderError):
-            # Tells the other ranks, which would otherwise wait until the deadline.
-            store.set(key, "")
-            raise
-        store.set(key, str(run.path.absolute()))
-        return run
-    try:
-        path = store.get(key).decode()
-    except RuntimeError as error:
-        raise DeadlineError(
-            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; rank 0 has stopped or hangs: {error}"
-        ) from error
-    if not path:
-        raise ConfigError("rank 0 could not make the run folder")
-    return RunDir(Path(path))
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
 def _let_rank_0_speak() -> None:
     """Delays the other ranks: rank 0 prints the same error, and then the launcher ends them. If one of them exited
     first, the launcher would end rank 0 before it has printed.
     """
-    if _rank() != 0:
+    if rank_here() != 0:
         time.sleep(RANK_0_SPEAKS_WITHIN_S)
 
 
 def _report(error: Exception) -> None:
     """Prints the error's notes, which are tracebacks of the user's code, then its message."""
-    rank = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    rank = f"[rank {rank_here()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     for note in getattr(error, "__notes__", ()):
         print(printable(masked_text(note)), file=sys.stderr)
     text = str(error) if isinstance(error, LLMRLError) else f"{user_place(error)}: {type(error).__name__}: {error}"
