@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from llmrl.modules.llm.engines import Generation, SamplingParams, TransformersEngine
-from llmrl.modules.llm.log_probs import HeadOptions, TokenScorer, score_hidden
+from llmrl.modules.llm.head_scores import HeadOptions, score_hidden
+from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import HeadPath
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.train.data.lengths import RowLengths, microbatches

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm import log_probs as module
+from llmrl.modules.llm import head_scores
 from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logprobs
 from llmrl.modules.llm.packing import why_not_packed
 from tests.support.causal_models import (
@@ -69,7 +69,7 @@ def test_every_architecture_scores_like_its_own_logits_whatever_the_padding(name
 def test_common_heads_never_go_through_the_whole_model(name, monkeypatch):
     model = build(name)
     assert find_head_path(model) is not None
-    monkeypatch.setattr(module, "_score_with_whole_model", None)  # calling it would fail
+    monkeypatch.setattr("llmrl.modules.llm.log_probs._score_with_whole_model", None)  # calling it would fail
     token_logprobs(model, *batch())
 
 
@@ -108,12 +108,12 @@ def test_gradients_equal_those_of_the_full_logits(name, with_entropy):
 def test_head_function_passes_gradcheck_in_float64():
     torch.manual_seed(0)
     head = nn.Linear(4, 7).double()
-    path = module.HeadPath(body=nn.Identity(), head=head, scale=1.5, softcap=2.0)
+    path = head_scores.HeadPath(body=nn.Identity(), head=head, scale=1.5, softcap=2.0)
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 7, (5,))
-    spec = module.HeadSpec(torch.float64, path, module.HeadOptions(temperature=0.8, chunk=2, entropy=True))
+    spec = head_scores.HeadSpec(torch.float64, path, head_scores.HeadOptions(temperature=0.8, chunk=2, entropy=True))
     inputs = hidden, head.weight, head.bias
-    assert torch.autograd.gradcheck(lambda *x: module._HeadScores.apply(*x, targets, spec)[:2], inputs)
+    assert torch.autograd.gradcheck(lambda *x: head_scores._HeadScores.apply(*x, targets, spec)[:2], inputs)
 
 
 def test_a_head_with_a_bias_or_an_adapter_is_scored_and_trained():

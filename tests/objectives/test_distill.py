@@ -11,7 +11,7 @@ from torch import nn
 
 from llmrl.data.ragged.tensordicts import column
 from llmrl.errors import ConfigError, DataError
-from llmrl.modules.llm.log_probs import HeadOptions
+from llmrl.modules.llm.head_scores import HeadOptions
 from llmrl.modules.llm.packing import HeadPath
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import Masks, Tokens

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
-from llmrl.modules.llm.log_probs import HeadFunction, TokenScorer, TokenScores, with_predecessor
+from llmrl.modules.llm.head_scores import HeadFunction
+from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm.functional import StepCounts

@@ -18,7 +18,8 @@ from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
-from llmrl.modules.llm.log_probs import HeadFunction, TokenScores
+from llmrl.modules.llm.head_scores import HeadFunction
+from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading

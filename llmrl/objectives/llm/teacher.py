@@ -23,17 +23,17 @@ from llmrl.data.llm.templates import Chat
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.ragged.tensordicts import column_values, required
 from llmrl.errors import ConfigError, DataError
-from llmrl.modules.llm.log_probs import (
+from llmrl.modules.llm.head_scores import (
     HeadGradients,
     HeadOptions,
     HeadSpec,
-    TokenScores,
     chunk_rows,
     chunks_of_logits,
     head_module,
     plain_head,
     score_hidden,
 )
+from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.packing import HeadPath, map_logits, reduction_dtype
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import Tokens

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmrl.errors import ConfigError
-from llmrl.modules.llm.log_probs import chunk_rows
+from llmrl.modules.llm.head_scores import chunk_rows
 from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.vision import model_class
 from llmrl.train.adapter_files import start_adapter
