@@ -15,9 +15,9 @@ def measures(run, env, what="mean"):
     return [row[f"eval/{env}/{what}"] for row in rows if f"eval/{env}/{what}" in row]
 
 
-def teach_and_improve(folder, recipe, env):
-    """Accuracy before and after examples, and before and after reward."""
-    for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}",))):
+def teach_and_improve(folder, recipe, env, *changes):
+    """Accuracy before and after examples, and before and after reward; ``changes`` are for the steps by reward."""
+    for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}", *changes))):
         own = ("eval.every=0", *own)  # before the first step and after the last
         arguments = [command, f"{recipe}_{command}", *own, "--runs", str(folder), "--name", name]
         command_line = [sys.executable, "-m", "llmrl.commands.cli", *arguments]
@@ -38,7 +38,7 @@ def test_a_tiny_model_learns_the_names_of_colours_by_examples_and_then_by_reward
 
 
 def test_a_tiny_model_learns_by_reward_to_call_the_calculator(tmp_path):
-    before, taught, improved = teach_and_improve(tmp_path, "tools", "big_sums")
+    before, taught, improved = teach_and_improve(tmp_path, "tools", "big_sums", "steps=15")  # half of the recipe's
     called = measures(tmp_path / "improved", "big_sums", "call_rate")
     assert before == 0
     assert 0.1 <= taught <= 0.7, "examples call it for some problems only"
