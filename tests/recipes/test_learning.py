@@ -28,7 +28,7 @@ def teach_and_improve(folder, recipe, env, *changes):
 
 
 def test_a_tiny_model_learns_the_names_of_colours_by_examples_and_then_by_reward(tmp_path):
-    _, taught, improved = teach_and_improve(tmp_path, "colours", "colours")
+    _, taught, improved = teach_and_improve(tmp_path, "colours", "colours", "steps=70")
     assert 0.8 <= taught <= improved
     assert improved >= 0.95, "every colour is learned"
     rows = map(json.loads, (tmp_path / "improved" / "metrics.jsonl").read_text().splitlines())
