@@ -16,7 +16,15 @@ WHOLE = (
     "rich>=13.7",
     "importlib-metadata",
 )  # with what they need
-ALONE = ("tensordict>=0.14.3,<0.15", "accelerate>=1.10", "peft>=0.21", "pyarrow>=18", "orjson", "cloudpickle", "pyvers")
+ALONE = (
+    "tensordict>=0.14.3,<0.15",
+    "accelerate>=1.10",
+    "peft>=0.21",
+    "pyarrow>=18",
+    "orjson>=3.10",
+    "cloudpickle",
+    "pyvers",
+)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
 
