@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from llmrl.collectors.worker import AHEAD
 from llmrl.collectors.worker_pool import FailingPool
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.replay_buffers.proxy import Answer, answer
@@ -28,7 +27,8 @@ from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
 _START_S = 120.0  # for an actor to import its modules and to make its env
 _CLOSE_S = 10.0  # for the current step to end; then actors are killed
 _PERIOD_S = 1.0  # interval between checks of actors that have not answered
-_THREADS = AHEAD + 3  # of an actor: for requested batches, weights, pauses, and progress queries
+_BATCHES = "batches"  # the group of requests for them
+_THREADS = 3  # of an actor, beside that of batches: for weights, pauses, and progress queries
 
 
 # --- the actor's side -------------------------------------------------------------------------------------------------
@@ -197,7 +197,8 @@ class ActorPool(FailingPool):
             check_room(wanted_of({"num_cpus": 1, **config}), f"{who}: remote_configs")
         self.is_open = True
         self.workers: list[Member] = []
-        actor_class = ray.remote(CollectorActor)
+        # Its threads take requests in any order; those of one group of one thread in the order in which they were sent.
+        actor_class = ray.remote(concurrency_groups={_BATCHES: 1})(CollectorActor)
         with self.failing():
             for index, config in enumerate(configs):
                 options = {"num_cpus": 1, "max_concurrency": _THREADS, **config}
@@ -221,7 +222,7 @@ class ActorPool(FailingPool):
         """Requests a batch."""
         if not member.due:
             member.since = time.monotonic()
-        member.due.append(member.handle.collect.remote())
+        member.due.append(member.handle.collect.options(concurrency_group=_BATCHES).remote())
         member.batches += 1
 
     def take(self) -> tuple[Member, int | None, Any]:
