@@ -333,11 +333,11 @@ def make_updater(
 
     lengths  of the rows that will be trained, by which the plan chose between checkpointing and none
     """
-    model = policy.scorer.model
+    model, on_gpu = policy.scorer.model, session.device.type != "cpu"
     if uses_checkpointing(config, model, session, lengths):
         random = config.lora is not None and config.lora.dropout > 0
         recompute_blocks(model, offload=config.memory.offload == "activations", random=random)
-    elif keeps_less(config, model.config.get_text_config().hidden_size, on_gpu=session.device.type != "cpu"):
+    elif keeps_less(config, model.config.get_text_config().hidden_size, on_gpu=on_gpu, sharded=session.sharded):
         keep_less(model)
     if config.memory.compile:
         for block in decoder_blocks(model):

@@ -23,9 +23,9 @@ from llmrl.train.settings.model import ModelSource
 _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
-def keeps_less(config: ModelSource, hidden_size: int, *, on_gpu: bool) -> bool:
-    """True if a run without checkpointing calls `keep_less`: on a CPU, for all but tiny models."""
-    return not on_gpu and not config.memory.compile and hidden_size >= LEAST_HIDDEN_SIZE
+def keeps_less(config: ModelSource, hidden_size: int, *, on_gpu: bool, sharded: bool) -> bool:
+    """True if a run without checkpointing calls `keep_less`: on a CPU, for all but tiny models and sharded ones."""
+    return not on_gpu and not sharded and not config.memory.compile and hidden_size >= LEAST_HIDDEN_SIZE
 
 
 def keep_less(model: nn.Module) -> int:

@@ -232,7 +232,8 @@ def _activations(
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
         return passing + tokens * shape.kept_after[arithmetic]
-    less = keeps_less(config, shape.hidden, on_gpu=on_gpu)
+    sharded = config.parallel.mode == "fsdp2" and num_gpus > 1
+    less = keeps_less(config, shape.hidden, on_gpu=on_gpu, sharded=sharded)
     return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing, less=less)
 
 
