@@ -56,7 +56,7 @@ def _norm(forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
 def _is_plain(mlp: nn.Module) -> bool:
     weight = next(mlp.parameters())
     width = getattr(mlp.gate_proj, "in_features", None)
-    if weight.is_meta or width is None:
+    if weight.is_meta or not weight.is_floating_point() or width is None:  # in 4 bits: no random tokens of its type
         return False
     generator = torch.Generator(weight.device).manual_seed(0)
     hidden = torch.randn(2, width, dtype=weight.dtype, device=weight.device, generator=generator)
