@@ -71,43 +71,45 @@ def by_hand(model, tokenizer):
     return total / count
 
 
-def test_examples_are_learned_and_what_is_exported_is_what_was_trained(chats, tokenizer):
+def assert_two_ranks_do_the_same(chats, read, start):
+    """As the run "one". AdamW divides by the size of a gradient, so weights whose gradient is all rounding differ: what
+    the steps added is compared as one vector.
+    """
+    chats.ranks("sft", "mine", "--name", "two", "parallel.mode=fsdp2")
+    for one, two in zip(chats.metrics("one"), chats.metrics("two"), strict=True):
+        for name in ("policy/loss", "policy/grad_norm", "tokens/trained"):
+            assert one[name] == pytest.approx(two[name], rel=1e-4), f"{name} of step {one['step']}"
+    one, two = read("one"), read("two")
+    moved = torch.stack([(value - start.get(name, 0)).norm() for name, value in one.items()]).norm()
+    apart = torch.stack([(value - two[name]).norm() for name, value in one.items()]).norm()
+    assert moved > 0
+    assert apart < 0.01 * moved
+
+
+def test_examples_are_learned_and_exported_and_two_ranks_with_sharded_weights_are_one_process(chats, tokenizer):
     """The first loss is that of the model computed by hand; the tied weights are saved once and read as trained."""
-    chats.train("sft", "taught", **SFT)
-    losses = [row["policy/loss"] for row in chats.metrics("taught")]
+    chats.run("sft", chats.recipe("mine", "sft", **SFT), "--name", "one")
+    losses = [row["policy/loss"] for row in chats.metrics("one")]
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     assert losses[0] == pytest.approx(by_hand(model, tokenizer), abs=1e-4)
     assert losses[2] < losses[0] - 0.5
-    chats.run("export", "taught", "out", "--dtype", "float32")
+    chats.run("export", "one", "out", "--dtype", "float32")
     exported = AutoModelForCausalLM.from_pretrained(chats.path / "out")
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
     assert by_hand(exported, tokenizer) < losses[2]
     again = AutoTokenizer.from_pretrained(chats.path / "out")
     assert again.apply_chat_template(CHATS[2]) == tokenizer.apply_chat_template(CHATS[2])
+    assert_two_ranks_do_the_same(chats, lambda name: chats.weights(name, 3), model.state_dict())
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 4}])
-def test_two_ranks_with_sharded_weights_are_one_process(chats, lora):
-    """AdamW divides by the size of a gradient, so weights whose gradient is all rounding differ: what the steps added
-    is compared as one vector. With adapters that is lora_B, which starts at zero.
-    """
-    recipe = chats.recipe("mine", "sft", **SFT, **({"lora": lora} if lora else {}))
-    chats.run("sft", recipe, "--name", "one")
-    chats.ranks("sft", recipe, "--name", "two", "parallel.mode=fsdp2")
-    for one, two in zip(chats.metrics("one"), chats.metrics("two"), strict=True):
-        for name in ("policy/loss", "policy/grad_norm", "tokens/trained"):
-            assert one[name] == pytest.approx(two[name], rel=1e-4), f"{name} of step {one['step']}"
-    if lora:
-        files = [chats.checkpoint(name, 3) / ADAPTER / "adapter_model.safetensors" for name in ("one", "two")]
-        one, two = (load_file(file) for file in files)
-        start = {name: 0.0 for name in one if "lora_B" in name}
-    else:
-        one, two = (chats.weights(name, 3) for name in ("one", "two"))
-        start = AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
-    moved = torch.stack([(one[name] - start[name]).norm() for name in start]).norm()
-    apart = torch.stack([(one[name] - two[name]).norm() for name in start]).norm()
-    assert moved > 0
-    assert apart < 0.01 * moved
+def test_two_ranks_with_adapters_are_one_process(chats):
+    def read(name):
+        """Of an adapter what starts at zero."""
+        saved = load_file(chats.checkpoint(name, 3) / ADAPTER / "adapter_model.safetensors")
+        return {name: value for name, value in saved.items() if "lora_B" in name}
+
+    chats.run("sft", chats.recipe("mine", "sft", **SFT, lora={"r": 4}), "--name", "one")
+    assert_two_ranks_do_the_same(chats, read, {})
 
 
 def test_rewards_move_the_model_and_a_resumed_run_goes_on_with_the_same_numbers(place):
