@@ -263,10 +263,8 @@ class Workplace:
 
     def cut_back(self, run: str, copy: str, *, to: int) -> None:
         """Copies a run as a kill would have left it: with all its metrics, but no checkpoint after step ``to``."""
-        shutil.copytree(self.path / "runs" / run, self.path / "runs" / copy)
-        for name in self.checkpoints(copy):
-            if int(name.removeprefix("step")) > to:
-                shutil.rmtree(self.path / "runs" / copy / "checkpoints" / name)
+        late = [name for name in self.checkpoints(run) if int(name.removeprefix("step")) > to]
+        shutil.copytree(self.path / "runs" / run, self.path / "runs" / copy, ignore=shutil.ignore_patterns(*late))
 
     def same(self, one: str, other: str, *, tolerance: float = 0.0, step: int = 0, without: Sequence[str] = ()) -> None:
         """Two runs have the same metrics, to the last bit or within ``tolerance``, and the same weights at ``step``."""

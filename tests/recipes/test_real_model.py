@@ -118,8 +118,8 @@ def test_rewards_move_the_model_and_a_resumed_run_goes_on_with_the_same_numbers(
     (place.path / "short.py").write_text("def share(completion):\n    return len(completion) / 100\n")
     task = {"env": {"name": "chat", "dataset": "prompts.jsonl", "reward": "short:share"}}
     place.train("grpo", "whole", steps=3, **GRPO, **task)
-    place.train("grpo", "parted", steps=2, **GRPO, **task)
-    place.run("resume", "parted", "steps=3")
+    place.cut_back("whole", "parted", to=2)
+    place.run("resume", "parted")
     whole, parted = (place.steps(name) for name in ("whole", "parted"))
     assert [row["step"] for row in whole] == [1, 2, 3]
     assert whole[2]["reward/mean"] == parted[-1]["reward/mean"]
