@@ -75,7 +75,7 @@ def assert_two_ranks_do_the_same(chats, read, start):
     """As the run "one". AdamW divides by the size of a gradient, so weights whose gradient is all rounding differ: what
     the steps added is compared as one vector.
     """
-    chats.ranks("sft", "mine", "--name", "two", "parallel.mode=fsdp2")
+    chats.ranks("sft", "mine.yaml", "--name", "two", "parallel.mode=fsdp2")
     for one, two in zip(chats.metrics("one"), chats.metrics("two"), strict=True):
         for name in ("policy/loss", "policy/grad_norm", "tokens/trained"):
             assert one[name] == pytest.approx(two[name], rel=1e-4), f"{name} of step {one['step']}"
