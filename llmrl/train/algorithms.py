@@ -36,7 +36,7 @@ def load_algorithm(named: str | Mapping[str, Any]) -> tuple[type[Algorithm], Any
             near = did_you_mean(setting, known)
             raise ConfigError(f"algorithm: {name} has no setting {setting!r}; its settings: {listed}.{near}") from None
         raise ConfigError(f"algorithm: {name}: {setting}: {fault['msg']}: got {fault['input']!r}.") from None
-    known = ["min_group_size", *(f"grpo.{field}" for field in GRPOSettings.model_fields)]
+    known = ["min_group_size", "zero_variance", "min_spread", *(f"grpo.{field}" for field in GRPOSettings.model_fields)]
     if unknown := [name for name in found.without if name not in known]:
         raise ConfigError(
             f"algorithm: {found.__name__}.without: no setting {unknown[0]!r} can be left out."

@@ -38,8 +38,9 @@ def test_a_student_comes_closer_to_its_teacher_without_a_reward(place, teacher, 
 
 
 def test_the_divergence_may_be_added_to_the_loss_by_reward_and_is_resumed(place, teacher):
-    given = {"steps": 3, "distill": {"teacher": teacher, "weight_reward": 0.5}}
-    place.train("distill", "both", words=["0.5 x the loss by reward"], **given)
+    given = {"steps": 3, "distill": {"teacher": teacher, "weight_reward": 0.5}, "zero_variance": "refill"}
+    words = ["0.5 x the loss by reward", "not used    zero_variance: Distill does without"]
+    place.train("distill", "both", words=words, **given)
     place.run("resume", "runs/both", "steps=4")
     rows = [row for row in place.metrics("both") if "policy/kl_teacher" in row]
     assert len(rows) == 4

@@ -66,10 +66,10 @@ class Distill(Algorithm):
 
     settings = DistillSettings
     loss = DistillLoss
+    without = ("zero_variance", "min_spread")  # groups of equal rewards have the gradient of the teacher
     compares_groups = False
 
     def __init__(self, options: DistillSettings, *, group_size: int, advantage: Any, grpo: GRPOSettings):
-        # Groups of equal rewards have the teacher's gradient.
         super().__init__(
             options,
             group_size=group_size,
