@@ -136,7 +136,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._run, name="llmrl-endpoint", daemon=True)
         # Requests make many small objects, so the garbage collector runs in most of them: it need not look through what
         # is here already, models and modules.
-        gc.freeze()
+        _freeze()
         self._thread.start()
         end = time.monotonic() + _START_S
         while not self._server.started:
@@ -156,6 +156,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Ends the server; requests in progress are answered with an error after 5 s. A second call does nothing."""
+        _freeze()
         gc.unfreeze()
         self._server.should_exit = True
         self._thread.join(_START_S)
@@ -366,6 +367,15 @@ def _caller(request: Request) -> tuple[str, str]:
     key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
     session = headers.get("x-session-id", "")
     return (session.partition(".")[0], session) if key in _NO_KEY else (key, session)
+
+
+def _freeze() -> None:
+    """`gc.freeze`, which would put the youngest objects before the older ones; they stay behind them if all are of the
+    oldest generation first. In this order objects that refer to each other end, connections after the client that
+    closes them.
+    """
+    gc.collect(1)
+    gc.freeze()
 
 
 async def _disconnected(request: Request) -> None:

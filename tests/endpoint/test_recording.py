@@ -1,5 +1,6 @@
 """`RecordingEndpoint` with the real OpenAI client: what it is answered, and the rows that its calls become."""
 
+import gc
 import json
 import random
 import socket
@@ -363,6 +364,33 @@ def test_an_answer_is_one_segment_of_tcp(endpoint_of):
             assert json.loads(said.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == "a"
             received = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)[152:156]  # tcpi_data_segs_in
             assert int.from_bytes(received, sys.byteorder) == number
+
+
+def test_a_client_that_is_given_up_still_closes_its_connection_before_that_ends(endpoint_of):
+    """Regression: the garbage collector finalised younger objects first, and warned of connections left open."""
+
+    class Connection:
+        is_closed = False
+
+        def __del__(self):
+            seen.append(self.is_closed)
+
+    class Client:
+        def __del__(self):
+            self.connection.is_closed = True
+
+    def connect(client):
+        client.connection = Connection()
+        client.connection.owner = client
+
+    seen, client, later = [], Client(), Client()
+    gc.collect()
+    connect(client)
+    with endpoint_of(FakeEngine(["yes"], tokenizer=TOKENIZER)):
+        connect(later)
+    del client, later
+    gc.collect()
+    assert seen == [True, True]
 
 
 def test_a_port_in_use_is_named(endpoint_of):

@@ -31,7 +31,7 @@ def due(groups: Sequence[Begun], version: int, count: int, max_staleness: int) -
     >>> slow, *fast = [Begun(number, 0, 0, number > 1) for number in (1, 2, 3, 4)]
     >>> [group.number for group in due([slow, *fast], version=0, count=2, max_staleness=2)]
     [2, 3]
-    >>> due([slow, fast[-1]], version=2, count=1, max_staleness=2)  # one step later the slow one would be too old
+    >>> due([slow, Begun(5, 0, 1, True)], version=2, count=1, max_staleness=2)  # later the slow one would be too old
     """
     ready = sorted(group for group in groups if group.is_finished)
     if len(ready) < count:
