@@ -78,10 +78,8 @@ class BatchingEngine:
         self._caller: threading.Thread | None = None  # the thread that is using the engine
         self._taken: list[_Request] = []  # the requests of the running call
         self._joining = True
-        self._took_s, self._gather_until = (
-            _FIRST_S,
-            0.0,
-        )  # the time of the last call; when an idle engine begins the next
+        self._took_s = _FIRST_S  # the time of the last call
+        self._gather_until = 0.0  # when an idle engine begins the next one
 
     # --- the engine's protocol ----------------------------------------------------------------------------------------
 
