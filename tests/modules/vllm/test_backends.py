@@ -111,7 +111,7 @@ def test_an_engine_in_a_ray_actor_is_a_policy_like_any_other(folder):
         model, reference = trainer(seed=1)
         engine.update_weights(weight_groups(model), version=5)
         assert PROBE(engine.score, reference.score) < 1e-5
-        with pytest.raises(WeightSyncError, match=r"missing model.norm.weight"):
+        with pytest.raises(WeightSyncError, match=r"'model.norm.weight' is missing"):
             engine.update_weights({n: t for n, t in model.state_dict().items() if n != "model.norm.weight"}, version=6)
         assert engine.version == 5
         short, policy = SamplingParams(max_new_tokens=4), vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 4})
