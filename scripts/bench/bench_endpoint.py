@@ -6,6 +6,8 @@ Clients are in a process of their own, one connection each, as agents are. What 
 the client waits, less that of the engine in the same call. It is measured twice in each run: of the endpoint, and of a
 server that reads requests without looking at them, sleeps as long and answers as much. What the second adds is the
 client's own: its JSON, its HTTP, its turn on the processor. The endpoint's part is the difference of the two medians.
+What a turn of a long conversation costs is the processor time of this process, less the engine's: the time that a
+single client waits depends on how soon the system wakes it, and differs by a third from one run to the next.
 Then the ids that clients got are compared with rows.
 """
 
@@ -45,14 +47,17 @@ class SleepingEngine(FakeEngine):
     def __init__(self, answers: Any, tokenizer: Any, seconds: tuple[float, float]) -> None:
         super().__init__(answers, tokenizer=tokenizer)
         self.seconds, self.took = seconds, {}  # `took`: by the ids of the answer
+        self.cpu_s = 0.0
         self._lock, self._random = threading.Lock(), random.Random(0)
 
     def generate(self, prompts: Any, params: SamplingParams, *, seeds: Any = None) -> Any:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         with self._lock:
             drawn, pause = super().generate(prompts, params, seeds=seeds), self._random.uniform(*self.seconds)
         time.sleep(pause)
         self.took[tuple(drawn.ids[0].tolist())] = time.perf_counter() - began
+        with self._lock:
+            self.cpu_s += time.thread_time() - cpu
         return drawn
 
 
@@ -136,6 +141,16 @@ class Sides:
             found.append([1e3 * (call["s"] - self.engine.took[tuple(call["ids"])]) for call in calls])
         return found
 
+    def cpu_ms(self, num: int, turns: int) -> float:
+        """Milliseconds of the processor for a turn of ``num`` conversations, one by one, without the engine's."""
+        keys = [self.endpoint.begin() for _ in range(num)]
+        cpu, engine = time.process_time(), self.engine.cpu_s
+        clients(self.endpoint.base_url, keys, turns, 1)
+        spent = time.process_time() - cpu - (self.engine.cpu_s - engine)
+        for key in keys:
+            self.endpoint.finish(key, 0.0)
+        return 1e3 * spent / (num * turns)
+
     def of_clients(self, num: int, turns: int, at_once: int = AT_ONCE) -> list[list[float]]:
         """The milliseconds that the clients alone add."""
         calls = clients(self.silent.base_url, [""] * num, turns, at_once)
@@ -163,17 +178,21 @@ def main(rollouts: int) -> list[Row]:
         for _ in range(ROUNDS):
             long.append([ask(1, TURNS)[0] for ask in sides])
             short.append([ask(SHORTS, SHORT, 1)[1:] for ask in sides])
+        cpu = [(idle.cpu_ms(2, TURNS), idle.cpu_ms(2 * TURNS // SHORT, SHORT)) for _ in range(ROUNDS)]
         idle.added(rollouts, 1)
     own = by_turn(long)[1:]  # the first call opens the connection, as that of the first short conversation does
     new = by_turn([(first[0], alone) for _, alone in long])[1:]
     few = statistics.mean(by_turn([pair for both in short for pair in zip(*both, strict=True)]))
+    cpu_long, cpu_short = (statistics.median(ms) for ms in zip(*cpu, strict=True))
     counts = {name: busy.counts[name] + idle.counts[name] for name in ("ids", "differ")}
     return [
         Row(f"added to a call, {AT_ONCE} at once, median", whole - client, 3.0, "ms"),
         Row("the same with the client's own time", whole, None, "ms"),
         Row("added to a call, one client, conversations of 4", few, None, "ms"),
         Row("added to a call, one client, turns 61 to 64", statistics.mean(own[-4:]), None, "ms"),
-        Row("a turn of a conversation of 64 against one of 4", statistics.mean(own) / few, 1.1),
+        Row("a turn of a conversation of 64, processor time", cpu_long, None, "ms"),
+        Row("the same against a turn of one of 4", cpu_long / cpu_short, 1.1),
+        Row("the same in what a client waits", statistics.mean(own) / few),
         Row("the same of the first such conversation", statistics.mean(new) / few),
         Row(f"rows of a conversation, {rollouts} rollouts on one port", idle.counts["rows"], 1, "rows"),
         Row(f"ids that differ, of {counts['ids']}", counts["differ"], 0, "ids"),
