@@ -210,7 +210,13 @@ def main():
         check(session, data, {4: 0, 6: 0, 8: 0, 10: 0})
         totals = session.gather([queue.totals()])
         assert [(each["delivered"], each["moved"]) for each in totals] == [(6, 2), (6, 2)], totals
-        queue.close()
+        queue.begin_next(9)
+        other = Gate(answers=[f"{session.rank}"])
+        resumed = queue_of(other, session=session)
+        resumed.load_state_dict(queue.state_dict(), version=3)
+        check(session, resumed.take(3), {12: 0, 13: 1, 14: 0, 15: 1})  # no prompt is lost, none is drawn twice
+        for each in (queue, resumed):
+            each.close()
 
         queue = queue_of(Broken() if session.rank else Gate(), session=session)
         try:

@@ -170,16 +170,18 @@ def test_pushes_that_are_lost_are_warned_of_sent_again_and_end_the_run_in_the_en
     assert [step["mismatch/probe_warnings"] for step in place.steps("lost")] == [0, 1, 0, 1, 1]
 
 
-def test_two_processes_have_an_engine_each_and_the_same_weights(place):
+@pytest.mark.parametrize("rollout", [{"max_staleness": 1}, {"max_staleness": 2, "oversample": 0.5}])
+def test_two_processes_have_an_engine_each_and_the_same_weights(place, rollout):
     save_tiny("tied", hidden_size=64)
     overrides = ("model=tied", "parallel.mode=fsdp2", "steps=3", "optim={lr: 5.0e-3, schedule: constant, warmup: 0}")
-    settings = recipe(place, "two", max_staleness=2, oversample=0.5)
+    settings = recipe(place, "two", **rollout)
     place.finish(place.process("grpo", settings, "--name", "two", *overrides, ranks=2), timeout_s=LIMIT_S)
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")][:2] == [0, 1]
     assert all(step["engine/preempted"] == 0 < step["engine/cache_max_frac"] < 1 for step in place.steps("two"))
-    delivered = [step["async/delivered"] for step in place.steps("two")]
-    assert delivered == [4, 8, 12], "two groups of each rank in a step"
+    if "oversample" in rollout:
+        delivered = [step["async/delivered"] for step in place.steps("two")]
+        assert delivered == [4, 8, 12], "two groups of each rank in a step"
 
 
 def test_the_ranks_hold_one_engine_that_samples_for_all_of_them(place):

@@ -1,4 +1,4 @@
-"""Which groups a step takes of those that all ranks have begun, and which rank trains each."""
+"""The groups that a step takes of those that all ranks have begun, and the rank that trains each."""
 
 from __future__ import annotations
 
